@@ -36,8 +36,8 @@ help:
 unexport PYTHONDONTWRITEBYTECODE
 
 # No ranks, no frameworks, and none of the files that start scripts.
-ROOMS := format tensors state media storage planning saving loading runs keeper tools
-SCRIPTS := saving/test_async_save saving/test_when_busy tensors/test_torch_canary
+ROOMS := $(addprefix core/,format tensors state media storage planning saving loading runs) tiers tools
+SCRIPTS := core/saving/test_async_save core/saving/test_when_busy core/tensors/test_torch_canary
 FAST := $(ROOMS:%=tests/%) $(SCRIPTS:%=--ignore=tests/%.py) tests/project/test_architecture.py tests/project/test_tests.py
 
 check: lint

@@ -21,8 +21,8 @@ import dcp_plugin
 from benchmarks import _buckets
 from benchmarks._peer import IO_THREADS, OURS, State
 from benchmarks._restarts import Place, Way, make_cold
-from dcp_plugin.keeper.spool import Spool
-from dcp_plugin.paths import resolved
+from dcp_plugin.core.paths import resolved
+from dcp_plugin.tiers.spool import Spool
 
 # --- in keeper.dir, on a tmpfs
 

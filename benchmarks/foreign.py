@@ -21,7 +21,7 @@ from benchmarks._harness import Report, Samples, barrier, build, check, forget, 
 from benchmarks._options import load_cases, parser, with_state
 from benchmarks._peer import IO_THREADS, OURS, Peer, State
 from benchmarks.peers import ceiling
-from dcp_plugin.tensors._torch import DTensor
+from dcp_plugin.core.tensors._torch import DTensor
 
 SMALLEST = [*_options.SMALLEST, "--state", "mixed", "--ranks", "1"]
 Write = Callable[[State, Path], None]

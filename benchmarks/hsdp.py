@@ -38,8 +38,8 @@ from benchmarks._harness import CONTEXT, free_port, meet
 from benchmarks._options import scratch
 from benchmarks._slow_mount import mounted
 from benchmarks._slow_mount import why_not as why_not_mounted
-from dcp_plugin.planning.load_balance import HeldBoxes, balance_load
-from dcp_plugin.tensors._torch import sharded_value
+from dcp_plugin.core.planning.load_balance import HeldBoxes, balance_load
+from dcp_plugin.core.tensors._torch import sharded_value
 
 HIDDEN, VOCABULARY, LAYERS, SHARDS = 2048, 32000, 16, 8
 SMALLEST = ["--replicas", "2", "--mib", "1", "--ranks", "2", "--repeats", "1", "--media", "disk"]

@@ -38,17 +38,17 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from benchmarks import _machine
-from dcp_plugin.format import index_file
-from dcp_plugin.format.columns import Location, Places
-from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.metadata import encode
-from dcp_plugin.format.payload import block_size
-from dcp_plugin.format.summary import fingerprint
-from dcp_plugin.planning.load import ShardedLoadPlanner
-from dcp_plugin.planning.local_inventory import Holdings, LocalInventory
-from dcp_plugin.planning.save import DIGEST, PlanExchange, RankPlan, in_table_order
-from dcp_plugin.ranks import Ranks
-from dcp_plugin.types import Flat, LocalChunk, ShardedValue
+from dcp_plugin.core.format import index_file
+from dcp_plugin.core.format.columns import Location, Places
+from dcp_plugin.core.format.index import CheckpointIndex
+from dcp_plugin.core.format.metadata import encode
+from dcp_plugin.core.format.payload import block_size
+from dcp_plugin.core.format.summary import fingerprint
+from dcp_plugin.core.planning.local_inventory import Holdings, LocalInventory
+from dcp_plugin.core.planning.reads import ShardedLoadPlanner
+from dcp_plugin.core.planning.save import DIGEST, PlanExchange, RankPlan, in_table_order
+from dcp_plugin.core.ranks.collectives import Ranks
+from dcp_plugin.core.types import Flat, LocalChunk, ShardedValue
 
 MESHES = ("fsdp", "hsdp", "uneven", "mixed")
 COLUMNS = 1024

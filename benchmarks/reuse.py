@@ -35,7 +35,7 @@ from benchmarks._machine import file_system_of
 from benchmarks._options import parser, scratch
 from benchmarks._peer import IO_THREADS, OURS, Peer
 from dcp_plugin import events
-from dcp_plugin.storage.reuse import WORTH_LINKING
+from dcp_plugin.core.storage.reuse import WORTH_LINKING
 from examples.gpt import BYTES, GPT
 
 SMALLEST = [*_options.SMALLEST, "--ranks", "1", "--dim", "48", "--depth", "1"]

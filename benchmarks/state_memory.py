@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._harness import CONTEXT
-from dcp_plugin.state.adapters import adapters_of, gather_state
+from dcp_plugin.core.state.adapters import adapters_of, gather_state
 
 LAYERS = 16
 RANKS = {"plain": 1, "ddp": 2, "fsdp1": 2, "fsdp2": 2, "hsdp": 4}
@@ -101,7 +101,7 @@ def _rank(rank: int, world: int, port: int, kind: str, mib: int, device_type: st
 
 
 def _tensors(leaves: dict[str, Any]) -> list[torch.Tensor]:
-    from dcp_plugin.tensors._torch import is_tensor, sharded_value
+    from dcp_plugin.core.tensors._torch import is_tensor, sharded_value
 
     return [chunk.tensor for leaf in leaves.values() if is_tensor(leaf) for chunk in sharded_value(leaf).chunks]
 

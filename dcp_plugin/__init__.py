@@ -8,15 +8,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dcp_plugin.types import VERSION
+from dcp_plugin.core.types import VERSION
 
 if TYPE_CHECKING:
-    from dcp_plugin import events as events
     from dcp_plugin import tools as tools
     from dcp_plugin.api import load, save
     from dcp_plugin.checkpointer import Checkpointer
-    from dcp_plugin.config import CheckpointConfig
-    from dcp_plugin.errors import (
+    from dcp_plugin.core import events as events
+    from dcp_plugin.core.config import CheckpointConfig
+    from dcp_plugin.core.errors import (
         CheckpointCorrupt,
         CheckpointError,
         CheckpointIncomplete,
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
         SaveFailed,
         UnsafeCheckpoint,
     )
-    from dcp_plugin.options import IO, Keeper
-    from dcp_plugin.partial import PartialLoad
-    from dcp_plugin.planning.load import ShardedLoadPlanner
-    from dcp_plugin.records import LoadReport
-    from dcp_plugin.retention import Retention
-    from dcp_plugin.runs.catalog import latest, list_checkpoints
-    from dcp_plugin.saving.queue import SaveHandle
+    from dcp_plugin.core.options import IO, Keeper
+    from dcp_plugin.core.partial import PartialLoad
+    from dcp_plugin.core.planning.reads import ShardedLoadPlanner
+    from dcp_plugin.core.records import LoadReport
+    from dcp_plugin.core.retention import Retention
+    from dcp_plugin.core.runs.catalog import latest, list_checkpoints
+    from dcp_plugin.core.saving.queue import SaveHandle
+    from dcp_plugin.core.state.per_rank import PerRank
+    from dcp_plugin.core.state.random_streams import RandomStreams
+    from dcp_plugin.core.storage.reader import ShardedReader
+    from dcp_plugin.core.storage.stock.stock_save import ShardedSavePlanner, ShardedWriter
     from dcp_plugin.start import Start, resolve_resume, resume_or_init
-    from dcp_plugin.state.per_rank import PerRank
-    from dcp_plugin.state.random_streams import RandomStreams
-    from dcp_plugin.storage.reader import ShardedReader
-    from dcp_plugin.storage.stock_save import ShardedSavePlanner, ShardedWriter
     from dcp_plugin.tools.contents import inspect
     from dcp_plugin.tools.copy import copy
     from dcp_plugin.tools.diff import diff
@@ -54,10 +54,10 @@ __version__ = VERSION
 _HOMES = {
     "dcp_plugin.api": ("load", "save"),
     "dcp_plugin.start": ("Start", "resolve_resume", "resume_or_init"),
-    "dcp_plugin.saving.queue": ("SaveHandle",),
+    "dcp_plugin.core.saving.queue": ("SaveHandle",),
     "dcp_plugin.checkpointer": ("Checkpointer",),
-    "dcp_plugin.config": ("CheckpointConfig",),
-    "dcp_plugin.errors": (
+    "dcp_plugin.core.config": ("CheckpointConfig",),
+    "dcp_plugin.core.errors": (
         "CheckpointCorrupt",
         "CheckpointError",
         "CheckpointIncomplete",
@@ -69,23 +69,23 @@ _HOMES = {
         "SaveFailed",
         "UnsafeCheckpoint",
     ),
-    "dcp_plugin.runs.catalog": ("latest", "list_checkpoints"),
+    "dcp_plugin.core.runs.catalog": ("latest", "list_checkpoints"),
     "dcp_plugin.tools.contents": ("inspect",),
     "dcp_plugin.tools.verify": ("verify",),
-    "dcp_plugin.options": ("IO", "Keeper"),
-    "dcp_plugin.partial": ("PartialLoad",),
-    "dcp_plugin.planning.load": ("ShardedLoadPlanner",),
-    "dcp_plugin.state.per_rank": ("PerRank",),
-    "dcp_plugin.state.random_streams": ("RandomStreams",),
-    "dcp_plugin.storage.reader": ("ShardedReader",),
-    "dcp_plugin.storage.stock_save": ("ShardedSavePlanner", "ShardedWriter"),
+    "dcp_plugin.core.options": ("IO", "Keeper"),
+    "dcp_plugin.core.partial": ("PartialLoad",),
+    "dcp_plugin.core.planning.reads": ("ShardedLoadPlanner",),
+    "dcp_plugin.core.state.per_rank": ("PerRank",),
+    "dcp_plugin.core.state.random_streams": ("RandomStreams",),
+    "dcp_plugin.core.storage.reader": ("ShardedReader",),
+    "dcp_plugin.core.storage.stock.stock_save": ("ShardedSavePlanner", "ShardedWriter"),
     "dcp_plugin.tools.prune": ("prune",),
     "dcp_plugin.tools.diff": ("diff",),
     "dcp_plugin.tools.export": ("export",),
     "dcp_plugin.tools.read": ("read",),
     "dcp_plugin.tools.copy": ("copy",),
-    "dcp_plugin.records": ("LoadReport",),
-    "dcp_plugin.retention": ("Retention",),
+    "dcp_plugin.core.records": ("LoadReport",),
+    "dcp_plugin.core.retention": ("Retention",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

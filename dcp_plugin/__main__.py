@@ -1,5 +1,5 @@
 """``python -m dcp_plugin``: the command line, where the script is not on the path."""
 
-from dcp_plugin.cli import main
+from dcp_plugin.tools.cli import main
 
 main()

@@ -7,12 +7,12 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.paths import PathLike
-from dcp_plugin.records import LoadReport
+from dcp_plugin.core.config import CheckpointConfig
+from dcp_plugin.core.paths import PathLike
+from dcp_plugin.core.records import LoadReport
 
 if TYPE_CHECKING:
-    from dcp_plugin.partial import PartialLoad
+    from dcp_plugin.core.partial import PartialLoad
 
 
 def save(

@@ -1,8 +1,9 @@
 """:class:`Checkpointer`, the interface of all integrations for saving and loading live objects.
 
-A save is a pipeline of stages (:mod:`~dcp_plugin.saving.job`): gather the state, stage it on the host, plan, write,
-publish. With ``async_save`` the stages after staging run in a thread (:mod:`~dcp_plugin.saving.queue`). The stages of a
-load are in :mod:`~dcp_plugin.loading.load`. The failure of one rank is raised on all of them, by the next collective.
+A save is a pipeline of stages (:mod:`~dcp_plugin.core.saving.job`): gather the state, stage it on the host, plan,
+write, publish. With ``async_save`` the stages after staging run in a thread (:mod:`~dcp_plugin.core.saving.queue`). The
+stages of a load are in :mod:`~dcp_plugin.core.loading.load`. The failure of one rank is raised on all of them, by the
+next collective.
 """
 
 from __future__ import annotations
@@ -16,27 +17,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from dcp_plugin.calls import Call, together
-from dcp_plugin.config import CheckpointConfig, has_local_tier, settings_of_all_ranks
-from dcp_plugin.errors import refuse_other_systems
-from dcp_plugin.format.metadata import Aliases, Views
-from dcp_plugin.interrupts import collector_paused
-from dcp_plugin.loading.load import Loading
-from dcp_plugin.loading.matching import LoadMode
-from dcp_plugin.media import medium_of, unpacked
-from dcp_plugin.paths import PathLike, Where, as_path
-from dcp_plugin.ranks import RankGroups, Ranks
-from dcp_plugin.records import LiveState, LoadReport, SaveRequest
-from dcp_plugin.runs.damage import quarantine_damaged
-from dcp_plugin.saving.job import SavePipeline
-from dcp_plugin.saving.queue import RunningSave, SaveHandle, SaveQueue, first_unreported, wait_until_staged
-from dcp_plugin.saving.save_timing import SaveTiming
-from dcp_plugin.saving.writers import is_rank_zero_busy, writer_of
-from dcp_plugin.sources import SourceFiles, source_of
-from dcp_plugin.types import CheckpointState, public_class
+from dcp_plugin.core.config import CheckpointConfig, has_local_tier, settings_of_all_ranks
+from dcp_plugin.core.errors import refuse_other_systems
+from dcp_plugin.core.format.metadata import Aliases, Views
+from dcp_plugin.core.interrupts import collector_paused
+from dcp_plugin.core.loading.load import Loading
+from dcp_plugin.core.loading.matching import LoadMode
+from dcp_plugin.core.media import medium_of, unpacked
+from dcp_plugin.core.paths import PathLike, Where, as_path
+from dcp_plugin.core.ranks.calls import Call, together
+from dcp_plugin.core.ranks.collectives import RankGroups, Ranks
+from dcp_plugin.core.records import LiveState, LoadReport, SaveRequest
+from dcp_plugin.core.runs.damage import quarantine_damaged
+from dcp_plugin.core.saving.job import SavePipeline
+from dcp_plugin.core.saving.queue import RunningSave, SaveHandle, SaveQueue, first_unreported, wait_until_staged
+from dcp_plugin.core.saving.save_timing import SaveTiming
+from dcp_plugin.core.saving.writers import is_rank_zero_busy, writer_of
+from dcp_plugin.core.sources import SourceFiles, source_of
+from dcp_plugin.core.types import CheckpointState, public_class
 
 if TYPE_CHECKING:
-    from dcp_plugin.partial import PartialLoad
+    from dcp_plugin.core.partial import PartialLoad
 
 
 @public_class()
@@ -212,7 +213,7 @@ class Checkpointer:
             wait_until_staged()  # another checkpointer may be copying memory that this load overwrites
             location = as_path(path, self.config.storage_options)
             if ranks.launch is not None:
-                from dcp_plugin.runs import launches  # only processes without a process group need it
+                from dcp_plugin.core.runs import launches  # only processes without a process group need it
 
                 launches.refuse_another_rank(location, ranks.launch)
             opening = self._open_in_source(location, ranks) if shown is None else nullcontext(shown)
@@ -243,17 +244,17 @@ class Checkpointer:
                 complete bucket; nothing is deleted. Or the file system failed, or a subscriber of that save's events
                 makes this call.
         """
-        from dcp_plugin.runs import retention  # imported late, since few programs delete checkpoints explicitly
+        from dcp_plugin.core.runs import deletion  # imported late, since few programs delete checkpoints explicitly
 
         location = as_path(path, self.config.storage_options)
         for handle in self._queue.handles:
             if handle.path == location:
                 handle.refuse_in_callback(f"remove {path}")
                 handle.wait_done()
-        retention.refuse_other_things(location)
+        deletion.refuse_other_things(location)
         if not self._writer.forget(location):
             self._source.forget(location)
-        retention.remove(location)
+        deletion.remove(location)
 
     def wait(self) -> None:
         """Wait until no save is in flight.
@@ -315,7 +316,7 @@ class Checkpointer:
                 self.wait()
             finally:
                 if self.config.finish_on_sigterm:
-                    from dcp_plugin.saving import sigterm  # imported late, as in save()
+                    from dcp_plugin.core.saving import sigterm  # imported late, as in save()
 
                     sigterm.forget(self._queue)
                 self._timing.ended()
@@ -346,8 +347,8 @@ class Internals:
         """Save; see :meth:`Checkpointer.save`. Collective.
 
         Args:
-            views: Further tables of contents for stock loaders, see :mod:`dcp_plugin.format.metadata`.
-            aliases: Further keys for stock loaders, see :mod:`dcp_plugin.format.metadata`.
+            views: Further tables of contents for stock loaders, see :mod:`dcp_plugin.core.format.metadata`.
+            aliases: Further keys for stock loaders, see :mod:`dcp_plugin.core.format.metadata`.
             kinds: Names of ``state`` that are state dicts of a ``"module"`` or an ``"optimizer"``. A load then matches
                 them by kind, as it matches live objects. With it, all of ``state`` is data: an object in a mapping is a
                 value, and its ``state_dict`` is not called.
@@ -357,7 +358,7 @@ class Internals:
         call = Call.save(handle.path, step)
         with self.of._queue.beginning(handle), together(call):
             if self.of.config.finish_on_sigterm:
-                from dcp_plugin.saving import sigterm  # imported late, since few configurations use it
+                from dcp_plugin.core.saving import sigterm  # imported late, since few configurations use it
 
                 sigterm.watch(self.of._queue, self.of.config.timeout)
             may_skip = self.of.config.async_save and self.of.config.when_busy == "skip"

@@ -3,7 +3,8 @@
 Rank 0 searches and decides for all ranks. If each rank searched, ranks could see different files on a shared file
 system: one would resume, and another would start from scratch. The ranks carry out the decision or raise: a run never
 starts from another source because its checkpoints cannot be loaded. If the load finds that the newest checkpoint is
-damaged, ``"auto"`` quarantines it (:mod:`~dcp_plugin.runs.damage`) and loads the checkpoint before it, on all ranks.
+damaged, ``"auto"`` quarantines it (:mod:`~dcp_plugin.core.runs.damage`) and loads the checkpoint before it, on all
+ranks.
 
 A resumed run takes everything from its checkpoint. The source of a warm start is read again only if that checkpoint
 leaves out what the source has (``trainable_only``): it is loaded first, and the checkpoint over it. A warm start takes
@@ -23,10 +24,9 @@ from typing import Any, Literal
 
 from torch import nn
 
-from dcp_plugin.calls import Call, together
 from dcp_plugin.checkpointer import Checkpointer, Internals
-from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.errors import (
+from dcp_plugin.core.config import CheckpointConfig
+from dcp_plugin.core.errors import (
     CheckpointCorrupt,
     CheckpointError,
     CheckpointIncomplete,
@@ -34,19 +34,20 @@ from dcp_plugin.errors import (
     CheckpointNotFound,
     some,
 )
-from dcp_plugin.media import locate, medium_of, uncommitted_reason
-from dcp_plugin.partial import PartialLoad
-from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path, public, resolved
-from dcp_plugin.records import LoadReport
-from dcp_plugin.runs import damage, hydra_jobs
-from dcp_plugin.runs.catalog import find_newest, sibling_parts, was_published
-from dcp_plugin.runs.foreign import RESUMABLE
-from dcp_plugin.runs.launches import refuse_other_ranks
-from dcp_plugin.sources import SourceFiles
-from dcp_plugin.state.names import is_list_of
-from dcp_plugin.storage.published import read_summary, summary_if_readable
-from dcp_plugin.storage.reader import ShardedReader
-from dcp_plugin.types import CheckpointState, as_html, public_class
+from dcp_plugin.core.media import locate, medium_of, uncommitted_reason
+from dcp_plugin.core.partial import PartialLoad
+from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path, public, resolved
+from dcp_plugin.core.ranks.calls import Call, together
+from dcp_plugin.core.records import LoadReport
+from dcp_plugin.core.runs import damage, hydra_jobs
+from dcp_plugin.core.runs.catalog import find_newest, sibling_parts, was_published
+from dcp_plugin.core.runs.foreign import RESUMABLE
+from dcp_plugin.core.runs.launches import refuse_other_ranks
+from dcp_plugin.core.sources import SourceFiles
+from dcp_plugin.core.state.names import is_list_of
+from dcp_plugin.core.storage.published import read_summary, summary_if_readable
+from dcp_plugin.core.storage.reader import ShardedReader
+from dcp_plugin.core.types import CheckpointState, as_html, public_class
 
 logger = logging.getLogger("dcp_plugin")
 

@@ -25,17 +25,19 @@ import dcp_plugin as dcp
 
 PACKAGE = Path(dcp.__file__).parent
 USED_BY_ALL = {
-    "calls", "config", "errors", "events", "format", "interrupts", "launcher", "media", "meeting", "options", "paths",
-    "rank_group", "ranks", "records", "tensors", "types",
+    "config", "errors", "events", "format", "interrupts", "media", "options", "paths", "ranks", "records", "tensors",
+    "types",
 }  # fmt: skip
-EVENTS = str(PACKAGE / "events.py")
+EVENTS = str(PACKAGE / "core" / "events.py")
 
 
 def room_of(file: str) -> str:
-    """Return the room of a source file: its folder, or its module; empty outside the package and in shared rooms."""
+    """Return the room of a source file: its folder below the package or ``core/``, or its module; empty outside the
+    package and in shared rooms."""
     if not file.startswith(f"{PACKAGE}/"):
         return ""
-    room = Path(file).relative_to(PACKAGE).parts[0].removesuffix(".py")
+    parts = Path(file).relative_to(PACKAGE).parts
+    room = parts[parts[0] == "core"].removesuffix(".py")
     return "" if room in USED_BY_ALL or room.startswith("_") else room
 
 

@@ -21,7 +21,7 @@ DOCS = Path(__file__).parent.absolute()
 ROOT = DOCS.parent
 sys.path.insert(0, str(ROOT))
 
-from dcp_plugin import types  # noqa: E402
+from dcp_plugin.core import types  # noqa: E402
 
 # autodoc looks for the texts below fields in the module that a class names as its own.
 types.public_class = lambda package="": lambda cls: cls

@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 from typer.testing import CliRunner, Result
 
-from dcp_plugin.cli.app import app
+from dcp_plugin.tools.cli.app import app
 from tests.programs import ROOT
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dcp_plugin.paths import Where, as_path
+from dcp_plugin.core.paths import Where, as_path
 from tests import object_server, programs, sampling
 from tests.faults.proxy import Proxy
 from tests.limits import HANG
@@ -84,7 +84,7 @@ def azure() -> Iterator[object_server.Server]:
 def keepers_are_ended() -> Iterator[None]:
     """Those that tests of this process have started: they would outlive it, of which Python warns."""
     yield
-    if (client := sys.modules.get("dcp_plugin.keeper.client")) is not None:
+    if (client := sys.modules.get("dcp_plugin.tiers.keeper_client")) is not None:
         for keeper in client._started:
             keeper.kill()
             keeper.wait(HANG)

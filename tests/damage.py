@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import dcp_plugin as dcp
-from dcp_plugin.saving import job
-from dcp_plugin.storage import write_items, writer
+from dcp_plugin.core.saving import job
+from dcp_plugin.core.storage import part_writer, write_items
 
 
 def flip_byte(file: Path, at: int | None = None) -> None:
@@ -62,7 +62,7 @@ def fill_disk(step: int | None, rank: int | None = None) -> None:
 def bad_disk(fail: Callable[[], None], rank: int | None = None) -> Iterator[None]:
     """Call ``fail``, on all ranks or on one, after every piece that is written and after the last one: the write raises
     what it raises."""
-    add, write = write_items._Meter.add, writer.PartWriter.write
+    add, write = write_items._Meter.add, part_writer.PartWriter.write
 
     def add_or_fail(meter: Any, count: int) -> None:
         add(meter, count)
@@ -79,7 +79,7 @@ def bad_disk(fail: Callable[[], None], rank: int | None = None) -> Iterator[None
 
     with (
         mock.patch.object(write_items._Meter, "add", add_or_fail),
-        mock.patch.object(writer.PartWriter, "write", write_or_fail),
+        mock.patch.object(part_writer.PartWriter, "write", write_or_fail),
     ):
         yield
 

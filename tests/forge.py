@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dcp_plugin.format.summary import with_hash
+from dcp_plugin.core.format.summary import with_hash
 
 
 def change_summary(checkpoint: Path, without: tuple[str, ...] = (), **changed: Any) -> None:

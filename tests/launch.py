@@ -51,12 +51,12 @@ _PRELOAD = [
     "torch.profiler._cupti_monitor",
     "numpy.ma",
     "dcp_plugin.checkpointer",
-    "dcp_plugin.state.across_ranks",
-    "dcp_plugin.planning.load_balance",
-    "dcp_plugin.planning.replicas",
-    "dcp_plugin.planning.sharing",
-    "dcp_plugin.rank_group",
-    "dcp_plugin.tensors._torch_sharded",
+    "dcp_plugin.core.state.across_ranks",
+    "dcp_plugin.core.planning.load_balance",
+    "dcp_plugin.core.planning.replicas",
+    "dcp_plugin.core.planning.sharing",
+    "dcp_plugin.core.ranks.rank_group",
+    "dcp_plugin.core.tensors._torch_sharded",
     "tests.launch",
 ]
 """Modules that a rank would import in its first training, save or load, which takes some 50 ms of CPU each time."""

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer, unflatten_optimizer
-from dcp_plugin.tensors._torch import sharded_value
+from dcp_plugin.core.state import flatten_optimizer, gather_module, gather_optimizer, unflatten_optimizer
+from dcp_plugin.core.tensors._torch import sharded_value
 from tests.compare import full_state
 
 WORLD_SIZE = {

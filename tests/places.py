@@ -12,10 +12,10 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, StorageReader, StorageWriter
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
-from dcp_plugin.media import WORKSPACE
-from dcp_plugin.media.objects.client import client_of
-from dcp_plugin.paths import ObjectPath, Where
-from dcp_plugin.runs import figures
+from dcp_plugin.core.media import WORKSPACE
+from dcp_plugin.core.media.objects.client import client_of
+from dcp_plugin.core.paths import ObjectPath, Where
+from dcp_plugin.core.runs import figures
 
 
 def names_in(folder: Path) -> list[str]:

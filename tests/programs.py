@@ -44,8 +44,8 @@ BARE = ("torch",)
 TORCH = (*BARE, "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo")
 LIGHTNING = (*TORCH, "lightning.pytorch", "s3fs", "omegaconf")
 TRANSFORMERS = (*TORCH, "transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "peft")
-PACKAGE = (*TORCH, "dcp_plugin.checkpointer", "dcp_plugin.tools.stream", "dcp_plugin.cli.app", "pydantic")
-KEEPER = (*TORCH, "dcp_plugin.format", "dcp_plugin.keeper.process")
+PACKAGE = (*TORCH, "dcp_plugin.checkpointer", "dcp_plugin.tools.stream", "dcp_plugin.tools.cli.app", "pydantic")
+KEEPER = (*TORCH, "dcp_plugin.core.format", "dcp_plugin.tiers.process")
 HYDRA = (*PACKAGE, "hydra", "hydra.core.override_parser.overrides_parser", "hydra._internal.hydra")
 """What a program may find imported."""
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_plugin import events
-from dcp_plugin.staging import snapshot
+from dcp_plugin.core.staging import snapshot
 from tests.limits import HANG
 
 

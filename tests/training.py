@@ -1,6 +1,6 @@
 """The parts of a training that are the same in every framework: layouts, model, optimizer, data and environment.
 
-``tests/lightning``, ``tests/fabric``, ``tests/accelerate`` and ``tests/transformers_trainer`` have a ``training.py``
+``tests/lightning``, ``tests/fabric``, ``tests/accelerate`` and ``tests/transformers/trainer`` have a ``training.py``
 each, which sets up and runs the loop of its framework. Nothing here imports this package or a framework.
 """
 

@@ -85,7 +85,7 @@ def wrong_with(sdist: Path, wheel: Path) -> Iterator[str]:
     yield from (f"the sdist lacks {name}" for name in sorted(needed - sources))
     if f"{info}/licenses/LICENSE" not in names:
         yield "the wheel lacks the licence"
-    if "dcp-plugin = dcp_plugin.cli:main" not in entry_points:
+    if "dcp-plugin = dcp_plugin.tools.cli:main" not in entry_points:
         yield "the wheel lacks the command dcp-plugin"
     yield from wrong_metadata(metadata)
 
@@ -114,7 +114,7 @@ def not_ready() -> Iterator[str]:
     if top.split()[0] != VERSION:
         yield f"the top section of CHANGELOG.md is {top!r}; it has to be {VERSION!r}"
     if git("tag", "--list", TAG) and git("rev-list", "-n1", TAG) != git("rev-parse", "HEAD"):
-        yield f"the tag {TAG} is on another commit: raise VERSION in dcp_plugin/types.py"
+        yield f"the tag {TAG} is on another commit: raise VERSION in dcp_plugin/core/types.py"
     if os.environ.get("GITHUB_REF_TYPE") == "tag" and os.environ["GITHUB_REF_NAME"] != TAG:
         yield f"the tag is {os.environ['GITHUB_REF_NAME']}, the version {VERSION}"
 

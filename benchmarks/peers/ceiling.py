@@ -16,7 +16,7 @@ import torch
 
 from benchmarks._machine import file_system_of
 from benchmarks._peer import IO_THREADS, Peer, State
-from dcp_plugin.tensors._torch import DTensor
+from dcp_plugin.core.tensors._torch import DTensor
 
 _BLOCK = 4 << 20
 _aligned: dict[int, tuple[mmap.mmap, int]] = {}

@@ -19,8 +19,8 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import DistributedType
 from torch import nn
 
-from dcp_plugin.errors import CheckpointError
-from dcp_plugin.state import unwrapped_optimizer
+from dcp_plugin.core.errors import CheckpointError
+from dcp_plugin.core.state import unwrapped_optimizer
 
 PreparedLoader: TypeAlias = DataLoaderShard | DataLoaderDispatcher
 

@@ -33,20 +33,20 @@ from dcp_plugin.accelerate.dataloader_state import Tracker, untracked_sampler
 from dcp_plugin.accelerate.extra_state import Training
 from dcp_plugin.accelerate.stock_format import Project
 from dcp_plugin.checkpointer import Internals
-from dcp_plugin.config import CheckpointConfig, has_local_tier
-from dcp_plugin.errors import CheckpointError, CheckpointMismatch
+from dcp_plugin.core.config import CheckpointConfig, has_local_tier
+from dcp_plugin.core.errors import CheckpointError, CheckpointMismatch
+from dcp_plugin.core.partial import PartialLoad
+from dcp_plugin.core.paths import PathLike, Where, as_local, as_path, is_link, on_file_system, resolved, text_of
+from dcp_plugin.core.ranks.collectives import Attempt
+from dcp_plugin.core.records import LoadReport
+from dcp_plugin.core.runs.foreign import ACCELERATE
+from dcp_plugin.core.sources import SourceFiles, source_of
+from dcp_plugin.core.state.random_streams import capture, restore
+from dcp_plugin.core.types import public_class
 from dcp_plugin.integration import BaseAttachment, FrameworkCheckpointer, that_waits
-from dcp_plugin.integration.files import local_copy, names_in
+from dcp_plugin.integration.extra_files import local_copy, names_in
 from dcp_plugin.integration.stored import EXTRA, keys_by_name, names_for
-from dcp_plugin.partial import PartialLoad
-from dcp_plugin.paths import PathLike, Where, as_local, as_path, is_link, on_file_system, resolved, text_of
-from dcp_plugin.ranks import Attempt
-from dcp_plugin.records import LoadReport
-from dcp_plugin.runs.foreign import ACCELERATE
-from dcp_plugin.sources import SourceFiles, source_of
 from dcp_plugin.start import Start, StartOptions
-from dcp_plugin.state.random_streams import capture, restore
-from dcp_plugin.types import public_class
 
 logger = logging.getLogger("dcp_plugin")
 

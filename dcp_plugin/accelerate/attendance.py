@@ -34,10 +34,10 @@ from accelerate import Accelerator
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dcp_plugin.accelerate import _accelerate
-from dcp_plugin.calls import Call
-from dcp_plugin.meeting import within_timeout
-from dcp_plugin.paths import Where, resolved
-from dcp_plugin.tensors._torch import default_store
+from dcp_plugin.core.paths import Where, resolved
+from dcp_plugin.core.ranks.calls import Call
+from dcp_plugin.core.ranks.meeting import within_timeout
+from dcp_plugin.core.tensors._torch import default_store
 
 logger = logging.getLogger("dcp_plugin")
 

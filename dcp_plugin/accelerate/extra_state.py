@@ -35,8 +35,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dcp_plugin.accelerate import _accelerate
 from dcp_plugin.accelerate.dataloader_state import Tracker
-from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.integration.random_streams import SavedStreams, of_rank
+from dcp_plugin.core.errors import CheckpointMismatch
+from dcp_plugin.core.paths import Where
+from dcp_plugin.core.ranks.collectives import Ranks, by_text, name_of
+from dcp_plugin.core.state import CleanNames, NamesOnly, contains_fsdp1, groups_of, loose_module
+from dcp_plugin.core.tensors._torch import DTensor
+from dcp_plugin.integration.rank_streams import SavedStreams, of_rank
 from dcp_plugin.integration.stored import (
     EXTRA,
     MODEL,
@@ -48,10 +52,6 @@ from dcp_plugin.integration.stored import (
     names_for,
     numbered,
 )
-from dcp_plugin.paths import Where
-from dcp_plugin.ranks import Ranks, by_text, name_of
-from dcp_plugin.state import CleanNames, NamesOnly, contains_fsdp1, groups_of, loose_module
-from dcp_plugin.tensors._torch import DTensor
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Accelerate's own layout on disk: the numbered directories of a project, and their files for stock Accelerate.
 
 Stock Accelerate resumes a checkpoint that ``save_state`` wrote through this package under FSDP. Such a checkpoint has
-views of model and optimizer (:mod:`dcp_plugin.format.metadata`), and Accelerate's small files. Checkpoints in
+views of model and optimizer (:mod:`dcp_plugin.core.format.metadata`), and Accelerate's small files. Checkpoints in
 Accelerate's single-file formats (DDP, one process) are not written: every byte would be written twice.
 """
 
@@ -24,17 +24,17 @@ from torch import nn
 from dcp_plugin.accelerate import _accelerate
 from dcp_plugin.accelerate.extra_state import Training
 from dcp_plugin.checkpointer import Internals
-from dcp_plugin.errors import CheckpointIncomplete, CheckpointNotFound, SaveFailed, damage_in
-from dcp_plugin.events import SaveFinished
-from dcp_plugin.integration import files
-from dcp_plugin.integration.files import local_copy
-from dcp_plugin.partial import PartialLoad
-from dcp_plugin.paths import StorageOptions, Where, as_path
-from dcp_plugin.runs import catalog, retention
-from dcp_plugin.runs.damage import note_chosen
-from dcp_plugin.runs.foreign import RANDOM_STATES
-from dcp_plugin.sources import Source
-from dcp_plugin.types import CheckpointState
+from dcp_plugin.core.errors import CheckpointIncomplete, CheckpointNotFound, SaveFailed, damage_in
+from dcp_plugin.core.events import SaveFinished
+from dcp_plugin.core.partial import PartialLoad
+from dcp_plugin.core.paths import StorageOptions, Where, as_path
+from dcp_plugin.core.runs import catalog, deletion
+from dcp_plugin.core.runs.damage import note_chosen
+from dcp_plugin.core.runs.foreign import RANDOM_STATES
+from dcp_plugin.core.sources import Source
+from dcp_plugin.core.types import CheckpointState
+from dcp_plugin.integration import extra_files
+from dcp_plugin.integration.extra_files import local_copy
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -74,9 +74,9 @@ def write_small_files(accelerator: Accelerator, directory: Path, registered: lis
 def is_stock(path: Where) -> bool:
     """Return whether a directory is a checkpoint of stock Accelerate, and not of this package. The models may be in
     files of the user's hooks alone."""
-    if files.has_our_files(path):
+    if extra_files.has_our_files(path):
         return False
-    return not files.names_in(path).isdisjoint((*_ONE_FILE, RANDOM_STATES)) or _is_sharded(path)
+    return not extra_files.names_in(path).isdisjoint((*_ONE_FILE, RANDOM_STATES)) or _is_sharded(path)
 
 
 def load(
@@ -151,12 +151,14 @@ def _load_registered(path: Where, local: Path, registered: list[Any]) -> None:
     for number, value in enumerate(registered):
         name = f"custom_checkpoint_{number}.pkl"
         with damage_in(path / name):
-            state = files.load_torch_file(local / name, True, "detach, load it with Accelerate, and save it again")
+            state = extra_files.load_torch_file(
+                local / name, True, "detach, load it with Accelerate, and save it again"
+            )
         value.load_state_dict(state)
 
 
 def _is_sharded(path: Where) -> bool:
-    return files.has_file(path / _MODEL_DIRECTORY.format(0), ".metadata")
+    return extra_files.has_file(path / _MODEL_DIRECTORY.format(0), ".metadata")
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,7 @@ class Project:
             SaveFailed: The path is taken by a checkpoint that this run does not continue.
         """
         path = self.current_path
-        if files.is_taken(path) or source.newest_time(path) is not None:
+        if extra_files.is_taken(path) or source.newest_time(path) is not None:
             raise SaveFailed(
                 f"cannot save {path}: it exists, and this run has not loaded any checkpoint of the project. Resume "
                 f"with accelerator.load_state(), use another project_dir, or set project_configuration.iteration."
@@ -246,7 +248,7 @@ class Project:
             for path in self.paths():
                 with suppress(OSError):  # a checkpoint that cannot be read stays, and does not count
                     complete += [] if _why_incomplete(path) else [path]
-            retention.rotate(complete, max(1, self.config.total_limit), delete)
+            deletion.rotate(complete, max(1, self.config.total_limit), delete)
 
     @property
     def root(self) -> Where:
@@ -271,6 +273,6 @@ def _number_of(path: Where) -> int:
 def _why_incomplete(path: Where) -> str:
     """Return the reason why a directory cannot be loaded; an empty string if it can. Stock Accelerate commits no
     checkpoint, but writes a known file last."""
-    if files.has_our_files(path):
-        return files.uncommitted_reason(path)
-    return "" if RANDOM_STATES in files.names_in(path) else "a half-written checkpoint"
+    if extra_files.has_our_files(path):
+        return extra_files.uncommitted_reason(path)
+    return "" if RANDOM_STATES in extra_files.names_in(path) else "a half-written checkpoint"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dcp_plugin.fabric.strategy import Attachment, attach, dcp_strategy_class
+from dcp_plugin.fabric.adapter import Attachment, attach, dcp_strategy_class
 from dcp_plugin.integration.lightning_packages import SUPPORTED
 
 __all__ = ["Attachment", "attach", "dcp_strategy_class", *(f"DCP{name}" for name in SUPPORTED)]

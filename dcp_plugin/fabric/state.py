@@ -38,27 +38,10 @@ from torch.utils.data import DataLoader
 
 from dcp_plugin import ShardedReader
 from dcp_plugin.checkpointer import Checkpointer, Internals
-from dcp_plugin.errors import CheckpointMismatch, NotInCheckpoint
-from dcp_plugin.integration.files import META, is_of_stock_lightning, load_torch_file
-from dcp_plugin.integration.lightning_packages import data_rank, made_by
-from dcp_plugin.integration.random_streams import SavedStreams, of_rank
-from dcp_plugin.integration.stored import (
-    EXTRA,
-    MODEL,
-    OPTIM,
-    RNG,
-    Callbacks,
-    RandomStreams,
-    among,
-    keys_by_name,
-    names_for,
-    numbered,
-    optimizer_from_stored,
-    plain,
-)
-from dcp_plugin.paths import Where
-from dcp_plugin.sources import SourceFiles
-from dcp_plugin.state import (
+from dcp_plugin.core.errors import CheckpointMismatch, NotInCheckpoint
+from dcp_plugin.core.paths import Where
+from dcp_plugin.core.sources import SourceFiles
+from dcp_plugin.core.state import (
     BESIDE,
     GROUPS,
     OwnLayout,
@@ -73,11 +56,28 @@ from dcp_plugin.state import (
     mark_slots,
     trained_module,
 )
-from dcp_plugin.tensors._torch import DTensor, ShardedTensor, is_tensor
+from dcp_plugin.core.tensors._torch import DTensor, ShardedTensor, is_tensor
+from dcp_plugin.integration.extra_files import META, is_of_stock_lightning, load_torch_file
+from dcp_plugin.integration.lightning_packages import data_rank, made_by
+from dcp_plugin.integration.rank_streams import SavedStreams, of_rank
+from dcp_plugin.integration.stored import (
+    EXTRA,
+    MODEL,
+    OPTIM,
+    RNG,
+    Callbacks,
+    RandomStreams,
+    among,
+    keys_by_name,
+    names_for,
+    numbered,
+    optimizer_from_stored,
+    plain,
+)
 from dcp_plugin.tools.contents import info_of
 
 if TYPE_CHECKING:
-    from dcp_plugin.fabric.strategy import FabricAdapter
+    from dcp_plugin.fabric.adapter import FabricAdapter
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -156,7 +156,8 @@ def _stored_name(user: Any) -> str:
 
 def trained_modules(adapter: FabricAdapter, state: Mapping[str, Any], loose: bool = True) -> dict[str, nn.Module]:
     """Return the module that each optimizer of the state trains: a module of the state, else of ``setup``. It is a
-    joint module if an optimizer trains several modules, or parameters of no module (:mod:`dcp_plugin.state.names`).
+    joint module if an optimizer trains several modules, or parameters of no module
+    (:mod:`dcp_plugin.core.state.names`).
 
     Args:
         loose: Permit an optimizer without a parameter of a known module.

@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Self
 
 from dcp_plugin.checkpointer import Checkpointer, Internals
-from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.paths import PathLike, Where, as_path
+from dcp_plugin.core.config import CheckpointConfig
+from dcp_plugin.core.paths import PathLike, Where, as_path
 
 
 def that_waits(config: CheckpointConfig, integration: str) -> CheckpointConfig:

@@ -21,20 +21,20 @@ import numpy as np
 import torch
 from torch import nn
 
-from dcp_plugin.errors import UnsafeCheckpoint, some
-from dcp_plugin.format.columns import MAPPING_CLASSES
-from dcp_plugin.format.index import Entry, Location, StoredTensor, StoredValue
-from dcp_plugin.format.keys import flatten, of_class_of
-from dcp_plugin.format.keys import holds_sharded as holds_sharded
-from dcp_plugin.format.values import encode as encode
-from dcp_plugin.format.values import is_storable as is_storable
-from dcp_plugin.format.values import mapping_class
-from dcp_plugin.paths import PathLike, StoreOptions
-from dcp_plugin.planning.save import encode_state
-from dcp_plugin.sources import SourceFiles
-from dcp_plugin.state import GROUPS, CalledLast, NamesOnly, unflatten_optimizer
-from dcp_plugin.storage.reader import ShardedReader
-from dcp_plugin.tensors._torch import is_tensor
+from dcp_plugin.core.errors import UnsafeCheckpoint, some
+from dcp_plugin.core.format.columns import MAPPING_CLASSES
+from dcp_plugin.core.format.index import Entry, Location, StoredTensor, StoredValue
+from dcp_plugin.core.format.keys import flatten, of_class_of
+from dcp_plugin.core.format.keys import holds_sharded as holds_sharded
+from dcp_plugin.core.format.values import encode as encode
+from dcp_plugin.core.format.values import is_storable as is_storable
+from dcp_plugin.core.format.values import mapping_class
+from dcp_plugin.core.paths import PathLike, StoreOptions
+from dcp_plugin.core.planning.save import encode_state
+from dcp_plugin.core.sources import SourceFiles
+from dcp_plugin.core.state import GROUPS, CalledLast, NamesOnly, unflatten_optimizer
+from dcp_plugin.core.storage.reader import ShardedReader
+from dcp_plugin.core.tensors._torch import is_tensor
 from dcp_plugin.tools.contents import CheckpointInfo, info_of
 
 MODEL, OPTIM, EXTRA, RNG = "model", "optim", "extra", "rng"
@@ -153,7 +153,8 @@ def refuse_unstorable(state: Mapping[str, Any], allow_pickle: tuple[str, ...]) -
 
 
 def entries_of(values: Mapping[str, Any]) -> dict[str, Entry]:
-    """Return the entries that a checkpoint with these values would have, for :func:`dcp_plugin.state.load_into`."""
+    """Return the entries that a checkpoint with these values would have, for
+    :func:`dcp_plugin.core.state.load_into`."""
     no_location = StoredValue(Location("", 0, 0, None, 0))
     return {
         key: StoredTensor(value.dtype, tuple(value.shape), ()) if isinstance(value, torch.Tensor) else no_location

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.format.index import CheckpointIndex, StoredTensor
-from dcp_plugin.loading.model_prefix import ModelPrefix as ModelPrefix
-from dcp_plugin.loading.model_prefix import find_model_prefix
-from dcp_plugin.paths import PathLike, StorageOptions, Where
-from dcp_plugin.sources import SourceFiles
-from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.core.errors import CheckpointMismatch
+from dcp_plugin.core.format.index import CheckpointIndex, StoredTensor
+from dcp_plugin.core.loading.model_prefix import ModelPrefix as ModelPrefix
+from dcp_plugin.core.loading.model_prefix import find_model_prefix
+from dcp_plugin.core.paths import PathLike, StorageOptions, Where
+from dcp_plugin.core.sources import SourceFiles
+from dcp_plugin.core.storage.reader import ShardedReader
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class StoredWeights:
         return not self._index.left_out.keys().isdisjoint(keys)
 
     def prefix_of(self, keys: Sequence[str], model: str, base: str = "", requested: str | None = None) -> ModelPrefix:
-        """Return the prefix of a model's keys; see :func:`~dcp_plugin.loading.model_prefix.find_model_prefix`.
+        """Return the prefix of a model's keys; see :func:`~dcp_plugin.core.loading.model_prefix.find_model_prefix`.
 
         Args:
             requested: The prefix, if the user gives it.

@@ -15,7 +15,7 @@ lightning_packages.installed()  # raises an error with the install command if no
 
 from dcp_plugin.lightning import callback as _callback  # noqa: E402, F401  (the entry points look for it)
 from dcp_plugin.lightning.io import DCPCheckpointIO  # noqa: E402
-from dcp_plugin.lightning.loading import load_from_checkpoint  # noqa: E402
+from dcp_plugin.lightning.live_load import load_from_checkpoint  # noqa: E402
 from dcp_plugin.lightning.strategy import dcp_strategy_class  # noqa: E402
 
 __all__ = ["DCPCallback", "DCPCheckpointIO", "dcp_strategy_class", "load_from_checkpoint"]

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 from lightning_utilities.core.overrides import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from dcp_plugin.core.paths import PathLike
 from dcp_plugin.integration.lightning_packages import Package, has_base, package_behind, package_of
-from dcp_plugin.paths import PathLike
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, cast
 from lightning_utilities.core.overrides import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from dcp_plugin.errors import CheckpointError
+from dcp_plugin.core.errors import CheckpointError
+from dcp_plugin.core.staging.guard import wait_until_copied
 from dcp_plugin.integration.lightning_packages import PACKAGES, Package, has_base, home_of, package_behind
 from dcp_plugin.lightning import _lightning
 from dcp_plugin.lightning.io import DCPCheckpointIO, in_existence
-from dcp_plugin.lightning.loading import open_directories
+from dcp_plugin.lightning.live_load import open_directories
 from dcp_plugin.lightning.model_checkpoint import (
     WHERE_IT_SAVES,
     plugin_of,
@@ -31,7 +32,6 @@ from dcp_plugin.lightning.model_checkpoint import (
     with_directory,
 )
 from dcp_plugin.lightning.strategy import LightningAdapter, promote
-from dcp_plugin.staging.guard import wait_until_copied
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

@@ -34,22 +34,22 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from dcp_plugin.checkpointer import Checkpointer, Internals
-from dcp_plugin.config import CheckpointConfig, fields_in_signature, has_local_tier
-from dcp_plugin.errors import CheckpointError, size
-from dcp_plugin.events import SaveFinished
+from dcp_plugin.core.config import CheckpointConfig, fields_in_signature, has_local_tier
+from dcp_plugin.core.errors import CheckpointError, size
+from dcp_plugin.core.events import SaveFinished
+from dcp_plugin.core.partial import PartialLoad
+from dcp_plugin.core.paths import PathLike, Where, as_path
+from dcp_plugin.core.runs import deletion
+from dcp_plugin.core.saving.queue import RunningSave
+from dcp_plugin.core.sources import SourceFiles, source_of
+from dcp_plugin.core.types import public_class
 from dcp_plugin.integration import Saver, lightning_packages, that_waits
-from dcp_plugin.integration.files import is_regular_file, summary_if_readable
+from dcp_plugin.integration.extra_files import is_regular_file, summary_if_readable
 from dcp_plugin.integration.stored import MODEL
 from dcp_plugin.lightning import layout
 from dcp_plugin.lightning.layout import Checkpoint, ForStock
-from dcp_plugin.lightning.loading import open_directories, read_full
-from dcp_plugin.partial import PartialLoad
-from dcp_plugin.paths import PathLike, Where, as_path
-from dcp_plugin.runs import retention
-from dcp_plugin.saving.queue import RunningSave
-from dcp_plugin.sources import SourceFiles, source_of
+from dcp_plugin.lightning.live_load import open_directories, read_full
 from dcp_plugin.start import Start, StartOptions
-from dcp_plugin.types import public_class
 
 if TYPE_CHECKING:
     from dcp_plugin.lightning.callback import OthersHooks
@@ -414,7 +414,7 @@ class DCPCheckpointIO(Saver):
         self._warn_if_not_promoted()
         checkpoint_path = self.where(path)
         in_tier = has_local_tier(self.config)
-        remove = self._remove_everywhere if in_tier else retention.remove
+        remove = self._remove_everywhere if in_tier else deletion.remove
         self.post_commit.change(partial(remove, checkpoint_path), deletes=checkpoint_path, in_training=in_tier)
 
     def _remove_everywhere(self, path: Where) -> None:

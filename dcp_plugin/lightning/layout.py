@@ -23,13 +23,13 @@ needs to resume from them.
 - A file (``.ckpt``) is a ``torch.save`` of one dictionary with full tensors. Its optimizer states have numbers instead
   of the names of parameters.
 - A directory of a sharded strategy is a DCP checkpoint of model and optimizers, which the core reads under our names
-  (:mod:`dcp_plugin.format.foreign`), and ``meta.pt`` with all other values. Lightning itself continues loops, callbacks
-  and schedules, in its own way.
+  (:mod:`dcp_plugin.core.format.foreign`), and ``meta.pt`` with all other values. Lightning itself continues loops,
+  callbacks and schedules, in its own way.
 - No lock-in: stock sharded strategies look for ``model.<FQN>`` (FSDP) or ``state_dict.<FQN>`` (ModelParallel), for
   ``optimizer_0.state.<FQN>.<slot>`` and ``optimizer_0.param_groups.<number>.<field>``, and for ``meta.pt``. Our
-  checkpoints have all these tensors, which get the keys as aliases (:mod:`dcp_plugin.format.metadata`). The groups are
-  small additional values. Our loads read no addition. Single device and DDP get no additions: their format is one file,
-  which would be a second copy of all tensors.
+  checkpoints have all these tensors, which get the keys as aliases (:mod:`dcp_plugin.core.format.metadata`). The groups
+  are small additional values. Our loads read no addition. Single device and DDP get no additions: their format is one
+  file, which would be a second copy of all tensors.
 """
 
 from __future__ import annotations
@@ -49,27 +49,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, some
-from dcp_plugin.integration.files import META, load_torch_file
-from dcp_plugin.integration.lightning_packages import has_base
-from dcp_plugin.integration.stored import (
-    EXTRA,
-    MODEL,
-    OPTIM,
-    RNG,
-    among,
-    encode,
-    entries_of,
-    holds_sharded,
-    is_storable,
-    like,
-    numbered,
-    optimizer_from_stored,
-    plain,
-)
-from dcp_plugin.lightning import _lightning
-from dcp_plugin.paths import Where
-from dcp_plugin.state import (
+from dcp_plugin.core.errors import CheckpointMismatch, UnsafeCheckpoint, some
+from dcp_plugin.core.paths import Where
+from dcp_plugin.core.state import (
     GROUPS,
     Nested,
     OwnLayout,
@@ -94,8 +76,26 @@ from dcp_plugin.state import (
     without_sampler,
     without_wrappers,
 )
-from dcp_plugin.tensors._torch import DTensor, is_tensor, sharded_value
-from dcp_plugin.types import KeyPath
+from dcp_plugin.core.tensors._torch import DTensor, is_tensor, sharded_value
+from dcp_plugin.core.types import KeyPath
+from dcp_plugin.integration.extra_files import META, load_torch_file
+from dcp_plugin.integration.lightning_packages import has_base
+from dcp_plugin.integration.stored import (
+    EXTRA,
+    MODEL,
+    OPTIM,
+    RNG,
+    among,
+    encode,
+    entries_of,
+    holds_sharded,
+    is_storable,
+    like,
+    numbered,
+    optimizer_from_stored,
+    plain,
+)
+from dcp_plugin.lightning import _lightning
 
 ForStock = tuple[dict[str, tuple[str, KeyPath]], Callable[[Path], None]]
 """Additions with which stock Lightning resumes from a checkpoint: aliases of keys, and a writer of ``meta.pt``."""
@@ -394,7 +394,7 @@ def without_own_state(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def read(path: Where, weights_only: bool | None, map_location: Any = "cpu") -> Checkpoint:
-    """Read a file of Lightning's, also ``meta.pt``, as :func:`~dcp_plugin.integration.files.load_torch_file`."""
+    """Read a file of Lightning's, also ``meta.pt``, as :func:`~dcp_plugin.integration.extra_files.load_torch_file`."""
     return cast(Checkpoint, load_torch_file(path, weights_only, "DCPCheckpointIO(weights_only=False)", map_location))
 
 

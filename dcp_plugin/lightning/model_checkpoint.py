@@ -32,17 +32,17 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from dcp_plugin.errors import CheckpointError, CheckpointNotFound
-from dcp_plugin.integration.files import is_regular_file, is_taken, kind_of, paths_in, read_summary, saved_at
+from dcp_plugin.core.errors import CheckpointError, CheckpointNotFound
+from dcp_plugin.core.paths import PathLike, Where, is_link, on_file_system, resolved, text_of
+from dcp_plugin.core.ranks.collectives import Ranks
+from dcp_plugin.core.runs import catalog, deletion
+from dcp_plugin.core.runs.damage import note_chosen
+from dcp_plugin.core.sources import source_of
+from dcp_plugin.core.types import CheckpointState
+from dcp_plugin.integration.extra_files import is_regular_file, is_taken, kind_of, paths_in, read_summary, saved_at
 from dcp_plugin.integration.lightning_packages import has_base, home_of
 from dcp_plugin.lightning import _lightning
 from dcp_plugin.lightning.io import DCPCheckpointIO
-from dcp_plugin.paths import PathLike, Where, is_link, on_file_system, resolved, text_of
-from dcp_plugin.ranks import Ranks
-from dcp_plugin.runs import catalog, retention
-from dcp_plugin.runs.damage import note_chosen
-from dcp_plugin.sources import source_of
-from dcp_plugin.types import CheckpointState
 
 WHERE_IT_SAVES = ("on_train_batch_end", "on_train_epoch_end", "on_validation_end")
 """The hooks in which a ``ModelCheckpoint`` saves."""
@@ -190,7 +190,7 @@ def _link(trainer: Any, target: PathLike, link: PathLike, original: Any) -> None
         return
     checkpoint, name = adapter.io.where(target), adapter.io.where(link)
     if trainer.is_global_zero and checkpoint != name:
-        adapter.io.post_commit.change(functools.partial(retention.link, name, checkpoint))
+        adapter.io.post_commit.change(functools.partial(deletion.link, name, checkpoint))
     trainer.strategy.barrier("link to a checkpoint")
 
 

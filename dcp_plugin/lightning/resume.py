@@ -28,14 +28,14 @@ import torch
 from lightning_utilities.core.overrides import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from dcp_plugin.integration import random_streams
+from dcp_plugin.core.state import without_sampler
+from dcp_plugin.integration import rank_streams
 from dcp_plugin.integration.lightning_packages import data_rank, inside_distributed_sampler, made_by, package_behind
-from dcp_plugin.integration.random_streams import SavedStreams
+from dcp_plugin.integration.rank_streams import SavedStreams
 from dcp_plugin.integration.stored import EXTRA, RNG, refuse_unstorable
 from dcp_plugin.lightning import _lightning, layout
 from dcp_plugin.lightning._lightning import Moment
 from dcp_plugin.lightning.layout import DATALOADERS, MADE_BY, MADE_IN, PLATEAU, Checkpoint
-from dcp_plugin.state import without_sampler
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -59,7 +59,7 @@ def add_own_state(checkpoint: Checkpoint, trainer: Trainer, with_rng: bool) -> N
         checkpoint[MADE_IN] = _lightning.loaders_made_in(trainer)
     if with_rng:
         of_loaders = [[generator.get_state() for generator in _generators(loader)] for loader in loaders]
-        checkpoint[RNG] = random_streams.of_rank(trainer.global_rank, trainer.strategy.root_device, loaders=of_loaders)
+        checkpoint[RNG] = rank_streams.of_rank(trainer.global_rank, trainer.strategy.root_device, loaders=of_loaders)
 
 
 @dataclass

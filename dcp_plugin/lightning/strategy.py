@@ -17,20 +17,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dcp_plugin.checkpointer import Internals
-from dcp_plugin.errors import CheckpointError
-from dcp_plugin.integration import lightning_packages as packages
-from dcp_plugin.integration.files import is_regular_file
-from dcp_plugin.integration.lightning_packages import SUPPORTED, StrategyAdapter, override
-from dcp_plugin.lightning import _lightning, layout, loading, resume
-from dcp_plugin.lightning.io import DCPCheckpointIO
-from dcp_plugin.lightning.layout import Checkpoint
-from dcp_plugin.lightning.loading import Loaded
-from dcp_plugin.lightning.model_checkpoint import normalise_dirpaths, promote_callbacks
-from dcp_plugin.lightning.resume import Resume
-from dcp_plugin.paths import PathLike, Where
-from dcp_plugin.sources import SourceFiles
-from dcp_plugin.start import Start
-from dcp_plugin.state import (
+from dcp_plugin.core.errors import CheckpointError
+from dcp_plugin.core.paths import PathLike, Where
+from dcp_plugin.core.sources import SourceFiles
+from dcp_plugin.core.state import (
     OwnLayout,
     OwnNames,
     flatten_optimizer,
@@ -41,6 +31,16 @@ from dcp_plugin.state import (
     unwrapped_optimizer,
     with_numbers,
 )
+from dcp_plugin.integration import lightning_packages as packages
+from dcp_plugin.integration.extra_files import is_regular_file
+from dcp_plugin.integration.lightning_packages import SUPPORTED, StrategyAdapter, override
+from dcp_plugin.lightning import _lightning, layout, live_load, resume
+from dcp_plugin.lightning.io import DCPCheckpointIO
+from dcp_plugin.lightning.layout import Checkpoint
+from dcp_plugin.lightning.live_load import Loaded
+from dcp_plugin.lightning.model_checkpoint import normalise_dirpaths, promote_callbacks
+from dcp_plugin.lightning.resume import Resume
+from dcp_plugin.start import Start
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -211,7 +211,7 @@ class LightningAdapter(StrategyAdapter):
         if not self._set_up and packages.has_base(type(strategy.precision_plugin), "DoublePrecision"):
             strategy.model = strategy.precision_plugin.convert_module(strategy.model)  # else the load would round
         self.io.load_before(self.model, self.module.strict_loading, path, files)
-        self._loaded = loaded = loading.load(
+        self._loaded = loaded = live_load.load(
             path,
             self.internals,
             self.model,
@@ -245,20 +245,20 @@ class LightningAdapter(StrategyAdapter):
         states: list[Any] = [_UNREAD] * len(names)
         if self._set_up:
             _lightning.restore_groups(self.trainer, loaded.checkpoint)
-            loading.refuse_other_number(loaded.path, len(names), optimizers)
+            live_load.refuse_other_number(loaded.path, len(names), optimizers)
             strict = self.module.strict_loading
-            states = loading.load_optimizers(loaded, self.internals, self.model, optimizers, strict)
+            states = live_load.load_optimizers(loaded, self.internals, self.model, optimizers, strict)
         elif _lightning.hooks_into_load(self.trainer, packages.package_behind(self.strategy).pytorch):
-            states = loading.peek_at_optimizers(loaded, self.internals)
+            states = live_load.peek_at_optimizers(loaded, self.internals)
             loaded.peeked = [flatten_optimizer(state) for state in states]
-        loaded.checkpoint["optimizer_states"], loaded.numbers = loading.numbered(states)
+        loaded.checkpoint["optimizer_states"], loaded.numbers = live_load.numbered(states)
 
     @override
     def load_model_state_dict(self, checkpoint: Checkpoint, strict: bool = True) -> None:
         if self._loaded is None:
             self.stock.load_model_state_dict(checkpoint, strict=strict)
         else:
-            loading.apply_model(self.model, self._loaded, checkpoint["state_dict"], strict)
+            live_load.apply_model(self.model, self._loaded, checkpoint["state_dict"], strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Checkpoint) -> None:
@@ -270,14 +270,14 @@ class LightningAdapter(StrategyAdapter):
             self.stock.load_optimizer_state_dict(checkpoint)
             return
         if len(states) == loaded.count:  # else a hook has changed the list, and gives no state to some optimizers
-            loading.refuse_other_number(loaded.path, loaded.saved_with or len(states), self.strategy.optimizers)
+            live_load.refuse_other_number(loaded.path, loaded.saved_with or len(states), self.strategy.optimizers)
         optimizers = self.strategy.optimizers[: len(states)]
         if not loaded.optimizers:
-            loading.load_optimizers(loaded, self.internals, self.model, optimizers, strict)
+            live_load.load_optimizers(loaded, self.internals, self.model, optimizers, strict)
             loaded.optimizers = loaded.peeked or loaded.optimizers  # what hooks were given: they may have changed it
         _lightning.unfreeze_restored_groups(self.trainer, self._groups_made)
         if not any(state is _UNREAD for state in states):
-            loading.apply_optimizers(self.model, optimizers, loaded, states, strict)
+            live_load.apply_optimizers(self.model, optimizers, loaded, states, strict)
 
     @property
     def restores_optimizers(self) -> bool:

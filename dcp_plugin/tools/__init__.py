@@ -1,7 +1,7 @@
 """Tools that list, inspect, compare, export, copy and prune checkpoints.
 
-Enters: paths or URLs that :mod:`dcp_plugin.storage.open` can open. Leaves: reports and files. The rule: no tool needs a
-model, a process group or a GPU, and the memory of a tool does not grow with the checkpoint.
+Enters: paths or URLs that :mod:`dcp_plugin.core.storage.open` can open. Leaves: reports and files. The rule: no tool
+needs a model, a process group or a GPU, and the memory of a tool does not grow with the checkpoint.
 
 The names here are those that few users write: the results of tools, and tools for complete runs. As in the package
 itself, each is imported when it is first used.
@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dcp_plugin.core.types import CheckpointState
     from dcp_plugin.tools.contents import CheckpointInfo
     from dcp_plugin.tools.copy import CopyReport
     from dcp_plugin.tools.diff import CheckpointDiff
@@ -22,12 +23,11 @@ if TYPE_CHECKING:
     from dcp_plugin.tools.prune import PrunedCheckpoint, PrunedLeftover, PruneReport
     from dcp_plugin.tools.run_report.page import report
     from dcp_plugin.tools.verify import VerifyReport
-    from dcp_plugin.types import CheckpointState
 
 _HOME_OF = {
     "CheckpointDiff": "dcp_plugin.tools.diff",
     "CheckpointInfo": "dcp_plugin.tools.contents",
-    "CheckpointState": "dcp_plugin.types",
+    "CheckpointState": "dcp_plugin.core.types",
     "CopyReport": "dcp_plugin.tools.copy",
     "Divergence": "dcp_plugin.tools.divergence",
     "ExportReport": "dcp_plugin.tools.export",

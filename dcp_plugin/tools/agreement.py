@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dcp_plugin.format.columns import NO_TENSOR, Column
-from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.interrupts import collector_paused
-from dcp_plugin.types import Shape
+from dcp_plugin.core.format.columns import NO_TENSOR, Column
+from dcp_plugin.core.format.index import CheckpointIndex
+from dcp_plugin.core.interrupts import collector_paused
+from dcp_plugin.core.types import Shape
 
 VALUE = "value"
 """Stand-in for the dtype of a key that is no tensor."""

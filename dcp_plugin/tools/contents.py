@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from xxhash import xxh3_64_hexdigest
 
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, size, some
-from dcp_plugin.format.columns import NO_TENSOR, KeyColumns
-from dcp_plugin.format.index import Entry, StoredChunk, StoredTensor, StoredValue
-from dcp_plugin.interrupts import collector_paused
-from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
-from dcp_plugin.records import OpenCheckpoint
-from dcp_plugin.storage.open import check_files, open_checkpoint
-from dcp_plugin.types import Shape, as_html, public_class
+from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointIncomplete, size, some
+from dcp_plugin.core.format.columns import NO_TENSOR, KeyColumns
+from dcp_plugin.core.format.index import Entry, StoredChunk, StoredTensor, StoredValue
+from dcp_plugin.core.interrupts import collector_paused
+from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path
+from dcp_plugin.core.records import OpenCheckpoint
+from dcp_plugin.core.storage.open import check_files, open_checkpoint
+from dcp_plugin.core.types import Shape, as_html, public_class
 
 if TYPE_CHECKING:
     import torch
 
-    from dcp_plugin.storage.reader import ShardedReader
+    from dcp_plugin.core.storage.reader import ShardedReader
     from dcp_plugin.tools.stream import Globs, Progress
 
 _AT_ONCE = 1 << 20
@@ -441,7 +441,7 @@ def statistics(
         >>> stats.low, stats.high, stats.mean, stats.norm, stats.nans, stats.infs
         (-4.0, 3.0, -0.5, 5.0, 1, 0)
     """
-    from dcp_plugin.storage.reader import ShardedReader  # late, since they import torch
+    from dcp_plugin.core.storage.reader import ShardedReader  # late, since they import torch
     from dcp_plugin.tools.stream import Counter, Part, Stream, select
 
     with ShardedReader(path, storage_options=storage_options) as reader:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from dcp_plugin.errors import (
+from dcp_plugin.core.errors import (
     CheckpointError,
     CheckpointMismatch,
     CheckpointNotFound,
@@ -24,17 +24,26 @@ from dcp_plugin.errors import (
     size,
     some,
 )
-from dcp_plugin.format import has_traces
-from dcp_plugin.media import is_workspace, locate, medium_of, tree
-from dcp_plugin.media.copies import copy_target
-from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path, is_link, name_below, on_file_system, resolved
-from dcp_plugin.runs.foreign import Saved
-from dcp_plugin.runs.scan import Scan
-from dcp_plugin.storage.open import open_checkpoint
-from dcp_plugin.storage.open_foreign import weights_in
+from dcp_plugin.core.format import has_traces
+from dcp_plugin.core.media import is_workspace, locate, medium_of, tree
+from dcp_plugin.core.media.copies import copy_target
+from dcp_plugin.core.paths import (
+    PathLike,
+    StorageOptions,
+    Where,
+    as_path,
+    is_link,
+    name_below,
+    on_file_system,
+    resolved,
+)
+from dcp_plugin.core.runs.foreign import Saved
+from dcp_plugin.core.runs.scan import Scan
+from dcp_plugin.core.storage.open import open_checkpoint
+from dcp_plugin.core.storage.open_foreign import weights_in
+from dcp_plugin.core.types import as_html, public_class
 from dcp_plugin.tools.stream import Counter, Progress
 from dcp_plugin.tools.transfer import CopyState, Source, Transfer, is_same, open_source
-from dcp_plugin.types import as_html, public_class
 
 
 @public_class("dcp_plugin.tools")

@@ -5,9 +5,9 @@ The stages of an export: open the checkpoint, select and rename keys, lay out th
 are several ranks, each writes some of the files.
 
 The output appears complete, or not at all. On a disk, it is written to the workspace of saves
-(:mod:`dcp_plugin.media.disk.commit`), and renamed when all files are durable. The next save in the same folder deletes
-the files of a crashed export. In an object store, each object appears when it is complete. An export that fails deletes
-the objects that it has written, and no others.
+(:mod:`dcp_plugin.core.media.disk.commit`), and renamed when all files are durable. The next save in the same folder
+deletes the files of a crashed export. In an object store, each object appears when it is complete. An export that fails
+deletes the objects that it has written, and no others.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from dcp_plugin.calls import Call, together
-from dcp_plugin.errors import CheckpointError, SaveFailed, one_line, size, some
-from dcp_plugin.format.index import StoredTensor
-from dcp_plugin.media import medium_of
-from dcp_plugin.media.output import Output, exists, has_appeared, output_at
-from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
-from dcp_plugin.ranks import Ranks
-from dcp_plugin.storage.reader import ShardedReader
-from dcp_plugin.tools.formats import Layout, Selected, hugging_face, safetensors_files, torch_file
+from dcp_plugin.core.errors import CheckpointError, SaveFailed, one_line, size, some
+from dcp_plugin.core.format.index import StoredTensor
+from dcp_plugin.core.media import medium_of
+from dcp_plugin.core.media.output import Output, exists, has_appeared, output_at
+from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path
+from dcp_plugin.core.ranks.calls import Call, together
+from dcp_plugin.core.ranks.collectives import Ranks
+from dcp_plugin.core.storage.reader import ShardedReader
+from dcp_plugin.core.types import as_html, public_class
+from dcp_plugin.tools.formats import Layout, Selected, hugging_face, safetensors_files, torch_files
 from dcp_plugin.tools.formats.dcp_files import DcpCheckpoint
 from dcp_plugin.tools.stream import Counter, Globs, Progress, Stream, renamed, select, texts
-from dcp_plugin.types import as_html, public_class
 
 Format = Literal["hf", "safetensors", "torch", "lightning", "dcp"]
 
@@ -285,7 +285,7 @@ def _laid_out(
         is_file = out.name.endswith(".safetensors")
         stem = out.name.removesuffix(".safetensors") if is_file else "model"
         return _Files(safetensors_files.layout(selected, stem, None if is_file else most), output_at(out, is_file))
-    lay_out = torch_file.layout if made_as == "torch" else torch_file.lightning_layout
+    lay_out = torch_files.layout if made_as == "torch" else torch_files.lightning_layout
     return _Files(lay_out(selected, out.name, allow_pickle), output_at(out, is_file=True))
 
 

@@ -13,18 +13,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from dcp_plugin.errors import CheckpointError, CheckpointUnreadable
-from dcp_plugin.format import DAMAGED, SUMMARY, exists, uncommitted_reason
-from dcp_plugin.format.summary import OtherFormat, Summary
-from dcp_plugin.media import Medium, Readable, is_workspace, medium_of
-from dcp_plugin.media.usage import Usage
-from dcp_plugin.media.usage import usage as usage_of
-from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
-from dcp_plugin.runs.catalog import local_below, newest_among, step_in_name, warn_of_unreadable
-from dcp_plugin.runs.foreign import Saved
-from dcp_plugin.runs.scan import Patience, Scan, cannot_read, may_pass
-from dcp_plugin.storage.published import check_own_files, in_one_view, summary_in, summary_of
-from dcp_plugin.types import CheckpointState, public_class
+from dcp_plugin.core.errors import CheckpointError, CheckpointUnreadable
+from dcp_plugin.core.format import DAMAGED, SUMMARY, exists, uncommitted_reason
+from dcp_plugin.core.format.summary import OtherFormat, Summary
+from dcp_plugin.core.media import Medium, Readable, is_workspace, medium_of
+from dcp_plugin.core.media.usage import Usage
+from dcp_plugin.core.media.usage import usage as usage_of
+from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path
+from dcp_plugin.core.runs.catalog import local_below, newest_among, step_in_name, warn_of_unreadable
+from dcp_plugin.core.runs.foreign import Saved
+from dcp_plugin.core.runs.scan import Patience, Scan, cannot_read, may_pass
+from dcp_plugin.core.storage.published import check_own_files, in_one_view, summary_in, summary_of
+from dcp_plugin.core.types import CheckpointState, public_class
 
 OURS, STOCK = "dcp_plugin", "stock"
 _STEPS = ("global_step", "step", "step_count", "iter_num", "iteration")
@@ -236,7 +236,7 @@ def _look_into_saved(checkpoint: Saved) -> _Looked | None:
 
 def _step_in(checkpoint: Saved) -> int | None:
     """Return the step among the values of a ``torch.save`` file; None if it has no step."""
-    from dcp_plugin.format.foreign import torch_file  # imports torch, which few lists need
+    from dcp_plugin.core.format.foreign import torch_file  # imports torch, which few lists need
 
     values: dict[str, Any] = {}
     with suppress(CheckpointError):

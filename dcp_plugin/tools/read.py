@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from dcp_plugin.errors import warn
-from dcp_plugin.paths import PathLike, StorageOptions
-from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.core.errors import warn
+from dcp_plugin.core.paths import PathLike, StorageOptions
+from dcp_plugin.core.storage.reader import ShardedReader
 from dcp_plugin.tools.stream import Progress, read_keys, select
 
 

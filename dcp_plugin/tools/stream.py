@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, nearest, some
-from dcp_plugin.format.index import StoredTensor
-from dcp_plugin.format.values import decode_tensor
-from dcp_plugin.media import PAGE
-from dcp_plugin.planning.load import ShardedLoadPlanner
-from dcp_plugin.planning.load_balance import BoxPart
-from dcp_plugin.storage.reader import ShardedReader
-from dcp_plugin.tensors.host_memory import host_bytes, memory_view
-from dcp_plugin.types import LocalChunk, Shape, ShardedValue
+from dcp_plugin.core.errors import CheckpointMismatch, UnsafeCheckpoint, nearest, some
+from dcp_plugin.core.format.index import StoredTensor
+from dcp_plugin.core.format.values import decode_tensor
+from dcp_plugin.core.media import PAGE
+from dcp_plugin.core.planning.load_balance import BoxPart
+from dcp_plugin.core.planning.reads import ShardedLoadPlanner
+from dcp_plugin.core.storage.reader import ShardedReader
+from dcp_plugin.core.tensors.host_memory import host_bytes, memory_view
+from dcp_plugin.core.types import LocalChunk, Shape, ShardedValue
 
 WINDOW = 64 << 20
 """Size of each of the two windows, in bytes."""

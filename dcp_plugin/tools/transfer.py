@@ -1,10 +1,10 @@
 """Copy one checkpoint to another path, by the commit rule of the target's medium.
 
 On a disk a copy has the files of the source under their names. In a bucket, data files of a checkpoint of this package
-get a token into their names (:mod:`dcp_plugin.format.packed`), so its tables of contents are rewritten. The token and
-every byte of the tables depend on the save alone. A repeated copy therefore finds the files of an interrupted one: in a
-bucket by their names. On a disk a file has another name until it is complete and durable; a repeated copy compares its
-bytes with their checksums, or its time with that of the source if the source has no checksums.
+get a token into their names (:mod:`dcp_plugin.core.format.packed`), so its tables of contents are rewritten. The token
+and every byte of the tables depend on the save alone. A repeated copy therefore finds the files of an interrupted one:
+in a bucket by their names. On a disk a file has another name until it is complete and durable; a repeated copy compares
+its bytes with their checksums, or its time with that of the source if the source has no checksums.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dcp_plugin.errors import (
+from dcp_plugin.core.errors import (
     CheckpointCorrupt,
     CheckpointError,
     CheckpointMismatch,
@@ -27,18 +27,18 @@ from dcp_plugin.errors import (
     SaveFailed,
     damage_in,
 )
-from dcp_plugin.format import INDEX, METADATA, SUMMARY, index_file, json_object, packed, read
-from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.metadata import with_renamed_files
-from dcp_plugin.format.summary import Summary, fingerprint, with_hash
-from dcp_plugin.media import CannotLink, DataFile, Medium, RangedFile, Readable, locate, medium_of, tree
-from dcp_plugin.media.copies import copy_target
-from dcp_plugin.media.packed import PackedFiles
-from dcp_plugin.paths import Where, on_file_system
-from dcp_plugin.records import OpenCheckpoint
-from dcp_plugin.storage.open import check_files, open_checkpoint
-from dcp_plugin.storage.published import BYTES, gone_or_damaged, hash_of
-from dcp_plugin.storage.stream_copy import PIECE, FileCheck, ItemsCheck, PipelinedCopy, SourceError, check_of
+from dcp_plugin.core.format import INDEX, METADATA, SUMMARY, index_file, json_object, packed, read
+from dcp_plugin.core.format.index import CheckpointIndex
+from dcp_plugin.core.format.metadata import with_renamed_files
+from dcp_plugin.core.format.summary import Summary, fingerprint, with_hash
+from dcp_plugin.core.media import CannotLink, DataFile, Medium, RangedFile, Readable, locate, medium_of, tree
+from dcp_plugin.core.media.copies import copy_target
+from dcp_plugin.core.media.packed_view import PackedFiles
+from dcp_plugin.core.paths import Where, on_file_system
+from dcp_plugin.core.records import OpenCheckpoint
+from dcp_plugin.core.storage.open import check_files, open_checkpoint
+from dcp_plugin.core.storage.published import BYTES, gone_or_damaged, hash_of
+from dcp_plugin.core.storage.stream_copy import PIECE, FileCheck, ItemsCheck, PipelinedCopy, SourceError, check_of
 from dcp_plugin.tools.stream import Counter
 
 _PASSES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from dcp_plugin.errors import CheckpointError, CheckpointNotFound, CheckpointUnreadable, size, some
-from dcp_plugin.format.index import StoredValue
-from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
-from dcp_plugin.ranks import name_of
-from dcp_plugin.runs.catalog import MOST_LOOKS, checkpoints_below
-from dcp_plugin.storage.open_foreign import weights_in
-from dcp_plugin.storage.published import sizes_only
-from dcp_plugin.storage.reader import ShardedReader
-from dcp_plugin.storage.stream_copy import verify_files
+from dcp_plugin.core.errors import CheckpointError, CheckpointNotFound, CheckpointUnreadable, size, some
+from dcp_plugin.core.format.index import StoredValue
+from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path
+from dcp_plugin.core.ranks.collectives import name_of
+from dcp_plugin.core.runs.catalog import MOST_LOOKS, checkpoints_below
+from dcp_plugin.core.storage.open_foreign import weights_in
+from dcp_plugin.core.storage.published import sizes_only
+from dcp_plugin.core.storage.reader import ShardedReader
+from dcp_plugin.core.storage.stream_copy import verify_files
+from dcp_plugin.core.types import as_html, public_class
 from dcp_plugin.tools.stream import Counter, Progress
-from dcp_plugin.types import as_html, public_class
 
 
 @public_class("dcp_plugin.tools")

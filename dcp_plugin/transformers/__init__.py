@@ -15,7 +15,7 @@ try:
 except ImportError as error:
     raise ImportError('dcp_plugin.transformers needs transformers: pip install "dcp-plugin[hf]"') from error
 
-from dcp_plugin.transformers.loading import from_pretrained
+from dcp_plugin.transformers.pretrained import from_pretrained
 
 if TYPE_CHECKING:
     from dcp_plugin.transformers.mixin import DCPTrainerMixin

@@ -1,6 +1,6 @@
 """Private names of transformers and PEFT that the construction of a model needs, each with its reason. No Trainer.
 
-``tests/hugging_face/test_canaries.py`` fails when one of them moves or changes its meaning.
+``tests/transformers/pretrained/test_canaries.py`` fails when one of them moves or changes its meaning.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers import initialization as transformers_init
 from transformers.configuration_utils import PreTrainedConfig
 
-from dcp_plugin.errors import UnsafeCheckpoint
-from dcp_plugin.tensors._torch import DTensor
+from dcp_plugin.core.errors import UnsafeCheckpoint
+from dcp_plugin.core.tensors._torch import DTensor
 
 _INITIALISED = "_is_hf_initialized"
 """Mark of a tensor that the initialisation of transformers skips."""

@@ -1,7 +1,7 @@
 """Private names of transformers and PEFT that the mixin needs, each with its reason; :mod:`._models` has the others.
 
 The methods that :class:`~dcp_plugin.transformers.mixin.DCPTrainerMixin` overrides are private too, since the Trainer
-has no public hook for them. ``tests/transformers_trainer/test_canaries.py`` lists them with their parameters, and fails
+has no public hook for them. ``tests/transformers/trainer/test_canaries.py`` lists them with their parameters, and fails
 loudly when such a name moves or changes its meaning.
 """
 
@@ -23,9 +23,9 @@ from transformers.trainer_utils import _is_peft_model
 from transformers.training_args import TrainingArguments
 from transformers.utils.import_utils import is_sagemaker_mp_enabled, is_torch_xla_available
 
-from dcp_plugin.errors import CheckpointError
-from dcp_plugin.state import contains_fsdp1, gather_module, parameters_by_name
-from dcp_plugin.tensors._torch import DTensor, is_tensor
+from dcp_plugin.core.errors import CheckpointError
+from dcp_plugin.core.state import contains_fsdp1, gather_module, parameters_by_name
+from dcp_plugin.core.tensors._torch import DTensor, is_tensor
 
 StockTrainer = Trainer
 """The Trainer of transformers itself: scripts may replace ``transformers.Trainer`` by their own class."""

@@ -33,25 +33,25 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dcp_plugin.checkpointer import Checkpointer, Internals
-from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.errors import (
+from dcp_plugin.core.config import CheckpointConfig
+from dcp_plugin.core.errors import (
     CheckpointCorrupt,
     CheckpointIncomplete,
     CheckpointNotFound,
     CheckpointUnreadable,
     damage_in,
 )
-from dcp_plugin.integration.files import has_file, is_quarantined, kind_of, read_file
-from dcp_plugin.integration.random_streams import SavedStreams, of_rank
+from dcp_plugin.core.paths import PathLike, Where, absolute, as_path, local_path, on_file_system
+from dcp_plugin.core.runs import catalog, deletion
+from dcp_plugin.core.runs.damage import note_chosen
+from dcp_plugin.core.runs.scan import state_of
+from dcp_plugin.core.sources import SourceFiles
+from dcp_plugin.core.state import contains_fsdp1, unwrapped_optimizer
+from dcp_plugin.core.types import CheckpointState
+from dcp_plugin.integration.extra_files import has_file, is_quarantined, kind_of, read_file
+from dcp_plugin.integration.rank_streams import SavedStreams, of_rank
 from dcp_plugin.integration.stored import EXTRA, MODEL, OPTIM, RNG, Callbacks, inspect_files, plain
-from dcp_plugin.paths import PathLike, Where, absolute, as_path, local_path, on_file_system
-from dcp_plugin.runs import catalog, retention
-from dcp_plugin.runs.damage import note_chosen
-from dcp_plugin.runs.scan import state_of
-from dcp_plugin.sources import SourceFiles
-from dcp_plugin.state import contains_fsdp1, unwrapped_optimizer
 from dcp_plugin.transformers._transformers import adapters_of, is_adapted, unwrapped
-from dcp_plugin.types import CheckpointState
 
 _OF_THE_WORK = re.compile("^checkpoint/|_runtime$|_per_second$|_flos$")
 SCHEDULER, SCALER, TRAINER_STATE, SAMPLES = "lr_scheduler", "scaler", "trainer_state", "samples_per_step"
@@ -261,7 +261,7 @@ def rotate(
             if path not in protected and not is_quarantined(path):
                 ages[path] = _is_complete(path), path.stat().st_mtime
     oldest_first = sorted(ages, key=ages.__getitem__)
-    retention.rotate([*oldest_first, *protected], max(limit, len(protected)), delete)
+    deletion.rotate([*oldest_first, *protected], max(limit, len(protected)), delete)
 
 
 def _candidates(root: Path) -> Iterator[tuple[int, Path]]:

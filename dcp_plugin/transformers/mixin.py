@@ -30,16 +30,17 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import TrainingArguments
 
-from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.events import SaveFinished
+from dcp_plugin.core.config import CheckpointConfig
+from dcp_plugin.core.events import SaveFinished
+from dcp_plugin.core.partial import PartialLoad
+from dcp_plugin.core.paths import PathLike, as_local, resolved
+from dcp_plugin.core.runs.scan import state_of
+from dcp_plugin.core.saving.queue import RunningSave
+from dcp_plugin.core.types import public_class
 from dcp_plugin.integration import BaseAttachment, that_waits
-from dcp_plugin.integration.files import local_copy
-from dcp_plugin.integration.random_streams import SavedStreams
+from dcp_plugin.integration.extra_files import local_copy
+from dcp_plugin.integration.rank_streams import SavedStreams
 from dcp_plugin.integration.stored import EXTRA, MODEL, OPTIM
-from dcp_plugin.partial import PartialLoad
-from dcp_plugin.paths import PathLike, as_local, resolved
-from dcp_plugin.runs.scan import state_of
-from dcp_plugin.saving.queue import RunningSave
 from dcp_plugin.transformers import checkpoints
 from dcp_plugin.transformers._transformers import (
     StockTrainer,
@@ -59,7 +60,6 @@ from dcp_plugin.transformers._transformers import (
     write_model_files,
 )
 from dcp_plugin.transformers.checkpoints import SCHEDULER, TRAINER_STATE, Found
-from dcp_plugin.types import public_class
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -25,13 +25,13 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, damage_in, first, some
-from dcp_plugin.integration.files import kind_of, local_copy
+from dcp_plugin.core.errors import CheckpointMismatch, UnsafeCheckpoint, damage_in, first, some
+from dcp_plugin.core.partial import PartialLoad
+from dcp_plugin.core.paths import PathLike, StorageOptions, Where, on_file_system
+from dcp_plugin.core.records import LoadReport
+from dcp_plugin.core.sources import SourceFiles
+from dcp_plugin.integration.extra_files import kind_of, local_copy
 from dcp_plugin.integration.weights import ModelPrefix, StoredWeights, open_weights
-from dcp_plugin.partial import PartialLoad
-from dcp_plugin.paths import PathLike, StorageOptions, Where, on_file_system
-from dcp_plugin.records import LoadReport
-from dcp_plugin.sources import SourceFiles
 from dcp_plugin.transformers import _models
 
 CONFIG, GENERATION, ADAPTERS = "config.json", "generation_config.json", "adapter_config.json"

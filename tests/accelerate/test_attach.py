@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import dcp_plugin as dcp
-from dcp_plugin.media import medium_of
-from dcp_plugin.paths import Where
+from dcp_plugin.core.media import medium_of
+from dcp_plugin.core.paths import Where
 from tests import programs
 from tests.compare import assert_same, full_state
 from tests.launch import on_ranks
@@ -298,23 +298,23 @@ def test_a_save_in_the_background_is_the_state_at_the_call(place: Where) -> None
 
 @on_ranks(2)
 def test_a_failed_background_save_is_raised_on_every_rank_once(tmp_path: Path) -> None:
-    from dcp_plugin.storage import writer
+    from dcp_plugin.core.storage import part_writer
     from tests.accelerate import training as t
 
     run = t.start("ddp", async_save=True)
     run.accelerator.save_state(str(tmp_path / "good"))
     run.attached.wait()
-    write = writer.PartWriter.write
+    write = part_writer.PartWriter.write
     if dist.get_rank() == 1:
 
         def broken(*args: Any) -> Any:
             raise OSError("no space left")
 
-        writer.PartWriter.write = broken
+        part_writer.PartWriter.write = broken
     run.accelerator.save_state(str(tmp_path / "bad"))
     with pytest.raises(dcp.CheckpointError, match="no space left"):
         run.attached.wait()
-    writer.PartWriter.write = write
+    part_writer.PartWriter.write = write
     run.accelerator.load_state(str(tmp_path / "good"))
     with pytest.raises(dcp.CheckpointError):
         run.accelerator.load_state(str(tmp_path / "bad"))
@@ -356,19 +356,19 @@ def test_random_streams_stay_out_if_they_are_not_wanted(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_what_fails_on_one_rank_is_raised_on_all_or_on_none(tmp_path: Path) -> None:
-    from dcp_plugin.runs import retention
+    from dcp_plugin.core.runs import deletion
     from tests.accelerate import training as t
 
     run = t.start("ddp", project=tmp_path, limit=1, timeout=20.0)
-    accelerator, remove = run.accelerator, retention.remove
+    accelerator, remove = run.accelerator, deletion.remove
 
     def broken(*args: Any) -> None:
         raise OSError("broken here")
 
-    retention.remove = broken  # which rank 0 alone calls
+    deletion.remove = broken  # which rank 0 alone calls
     accelerator.save_state()
     accelerator.save_state()
-    retention.remove = remove
+    deletion.remove = remove
     dist.barrier()
     if accelerator.is_main_process:
         run.scheduler.scheduler.load_state_dict = broken

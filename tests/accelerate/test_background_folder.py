@@ -20,7 +20,7 @@ from tests.limits import HANG
 
 def _hold_back_writes(resume: threading.Event) -> None:
     """Have every later save of this process wait for an event before it writes its files."""
-    from dcp_plugin.storage.writer import PartWriter
+    from dcp_plugin.core.storage.part_writer import PartWriter
 
     write = PartWriter.write
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import dcp_plugin as dcp
-from dcp_plugin.state import gather_module
+from dcp_plugin.core.state import gather_module
 from tests import launch
 from tests.compare import assert_same, full_state, weights_of
 from tests.launch import on_ranks

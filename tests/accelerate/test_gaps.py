@@ -201,7 +201,7 @@ def _save_limited(root: Path, native: bool) -> None:
 
 
 def _die_in_the_second_save(root: Path, native: bool) -> None:
-    from dcp_plugin.media.disk import commit
+    from dcp_plugin.core.media.disk import commit
     from tests.accelerate import training as t
 
     run = t.start("single", native=native, project=root, limit=1)

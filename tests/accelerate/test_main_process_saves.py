@@ -272,21 +272,21 @@ def test_decisions_do_not_pile_up_in_the_store(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_a_failed_background_save_of_rank_0_alone_is_raised_on_all_ranks(tmp_path: Path) -> None:
-    from dcp_plugin.storage import writer
+    from dcp_plugin.core.storage import part_writer
 
-    run, write, waits = _start(async_save=True), writer.PartWriter.write, _Waits(alone=True)
+    run, write, waits = _start(async_save=True), part_writer.PartWriter.write, _Waits(alone=True)
 
     def broken(*args: Any) -> Any:
         raise OSError("no space left")
 
     if run.accelerator.is_main_process:
-        writer.PartWriter.write = broken  # type: ignore[method-assign]
+        part_writer.PartWriter.write = broken  # type: ignore[method-assign]
         run.accelerator.save_state(str(tmp_path / "bad"))
     dist.barrier()
     waits.alone = False
     with pytest.raises(dcp.SaveFailed, match="no space left"):
         run.accelerator.save_state(str(tmp_path / "next"))
-    writer.PartWriter.write = write  # type: ignore[method-assign]
+    part_writer.PartWriter.write = write  # type: ignore[method-assign]
     run.accelerator.save_state(str(tmp_path / "next"))
     run.accelerator.load_state(str(tmp_path / "next"))
     run.attached.close()

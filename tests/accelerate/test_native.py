@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import dcp_plugin as dcp
-from dcp_plugin.paths import Where
+from dcp_plugin.core.paths import Where
 from tests import launch, programs
 from tests.accelerate import WORLD_SIZE
 from tests.compare import assert_same, weights_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dcp_plugin as dcp
-from dcp_plugin.paths import Where
+from dcp_plugin.core.paths import Where
 from tests import launch
 from tests.accelerate import WORLD_SIZE
 from tests.compare import assert_same, weights_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcp_plugin.paths import Where
+from dcp_plugin.core.paths import Where
 from tests import launch
 from tests.accelerate import WORLD_SIZE
 from tests.compare import assert_same

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_plugin.paths import Where, as_path
+from dcp_plugin.core.paths import Where, as_path
 from tests import launch
 from tests.compare import assert_same
 from tests.messages import logged

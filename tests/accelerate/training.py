@@ -26,7 +26,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
 from dcp_plugin.accelerate import attach
-from dcp_plugin.paths import Where
+from dcp_plugin.core.paths import Where
 from tests import layouts, training
 from tests.training import as_one_process
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import dcp_plugin as dcp
-from dcp_plugin.state import flatten_optimizer, gather_optimizer
+from dcp_plugin.core.state import flatten_optimizer, gather_optimizer
 from tests.compare import assert_same, full_state
 from tests.launch import on_ranks
 from tests.layouts import Net, train

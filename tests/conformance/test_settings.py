@@ -13,7 +13,7 @@ from tests.programs import ROOT
 PROGRAM = """
 import sys, warnings
 import torch, torch.distributed.checkpoint as stock, dcp_plugin as dcp
-import dcp_plugin.saving.background
+import dcp_plugin.core.saving.background
 
 warnings.resetwarnings()
 warnings.simplefilter("error")

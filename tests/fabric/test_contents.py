@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from dcp_plugin.paths import ObjectPath, Where
+from dcp_plugin.core.paths import ObjectPath, Where
 from tests.compare import assert_same, full, same_bytes
 from tests.launch import on_ranks
 from tests.layouts import whole_state
@@ -117,7 +117,7 @@ def test_models_in_another_order_on_rank_1_are_not_exchanged(tmp_path: Path) -> 
 
 
 def _flat(state: dict[str, Any]) -> dict[str, Any]:
-    from dcp_plugin.format.keys import flatten
+    from dcp_plugin.core.format.keys import flatten
 
     return flatten(state)[0]
 

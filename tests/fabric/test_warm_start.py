@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import dcp_plugin as dcp
-from dcp_plugin.paths import Where
-from dcp_plugin.runs import retention
+from dcp_plugin.core.paths import Where
+from dcp_plugin.core.runs import deletion
 from tests.compare import assert_same
 from tests.launch import on_ranks
 from tests.training import WORLD_SIZE
@@ -38,7 +38,7 @@ def test_a_run_starts_with_the_weights_of_init_from_or_its_own_checkpoint(place:
         fabric.save(place / layout / "step", run.state)
         saved = run.whole_state()
         if fabric.global_rank == 0:  # which looks for it
-            retention.remove(place / "pretrained")
+            deletion.remove(place / "pretrained")
         fabric = t.fabric_for(layout)
         attached, run = attach(fabric), t.Training(fabric, seed=6)
         start = attached.resume_or_init(run.state, place / layout, init_from=place / "pretrained")

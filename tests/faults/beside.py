@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_plugin as dcp
-from dcp_plugin.runs import retention
+from dcp_plugin.core.runs import deletion
 from tests.faults.campaign import Campaign, Parts
 from tests.faults.scenes import NEW, number_in, save, save_and_keep_two
 from tests.faults.victims import NO_EXCHANGE, Beside, Fault, Victims
@@ -64,8 +64,8 @@ def add_and_keep_two(root: Path, number: int) -> None:
 def link_to_a_new_one(root: Path, number: int) -> None:
     before = (root / "last").resolve()
     save(root / f"step-{number}", number)
-    retention.link(root / "last", root / f"step-{number}")
-    retention.remove(before)
+    deletion.link(root / "last", root / f"step-{number}")
+    deletion.remove(before)
 
 
 WRITERS = {
@@ -79,7 +79,7 @@ WRITERS = {
 def prepare(writer: Writer, root: Path) -> None:
     for name, number in writer.before.items():
         if name == "last" and "step-1" in writer.before:
-            retention.link(root / name, root / "step-1")
+            deletion.link(root / name, root / "step-1")
         else:
             save(root / name, number)
 

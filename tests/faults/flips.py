@@ -27,9 +27,9 @@ import fsspec
 import torch
 
 import dcp_plugin as dcp
-from dcp_plugin.format import INDEX, METADATA, SUMMARY
+from dcp_plugin.core.format import INDEX, METADATA, SUMMARY
+from dcp_plugin.core.media import WORKSPACE
 from dcp_plugin.integration.stored import keys_by_name
-from dcp_plugin.media import WORKSPACE
 from tests import launch
 from tests.compare import same_tree
 from tests.faults.campaign import Campaign, Parts

@@ -42,7 +42,7 @@ from safetensors.torch import save as save_tensors
 from torch.distributed.checkpoint import metadata as stock_metadata
 
 import dcp_plugin as dcp
-from dcp_plugin.format.summary import OtherFormat, with_hash
+from dcp_plugin.core.format.summary import OtherFormat, with_hash
 from tests.faults.campaign import Campaign, Parts
 from tests.faults.victims import Victims
 from tests.forge import change_summary

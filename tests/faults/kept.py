@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dcp_plugin as dcp
 from dcp_plugin import events
-from dcp_plugin.keeper.spool import Spool
-from dcp_plugin.paths import as_path, resolved
+from dcp_plugin.core.paths import as_path, resolved
+from dcp_plugin.tiers.spool import Spool
 from tests import launch
 from tests.faults.in_keeper import sitecustomize
 from tests.layouts import build

@@ -4,7 +4,7 @@ The last is a FUSE mount (the distribution's ``libfuse3`` and ``pip install mfus
 lack: no exchange of names, hard links, locks, or sync of directories; entries in another order; and what is deleted
 while it is open stays as a hidden file, so that its directory cannot be removed yet. More tests run on it by::
 
-    python -m tests.faults.mounts tests/runs/test_lifecycle.py tests/storage/test_reuse.py
+    python -m tests.faults.mounts tests/core/runs/test_lifecycle.py tests/core/storage/test_reuse.py
 """
 
 from __future__ import annotations

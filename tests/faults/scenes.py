@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 import dcp_plugin as dcp
-from dcp_plugin.paths import Where, as_path
-from dcp_plugin.runs import retention
+from dcp_plugin.core.paths import Where, as_path
+from dcp_plugin.core.runs import deletion
 
 LARGE = 1 << 19
 """Elements of a tensor that is worth a hard link."""
@@ -47,7 +47,7 @@ def save_in_background(path: Where, number: int) -> None:
 
 def save_and_link(path: Where, number: int) -> None:
     dcp.save(state_of(number), path, step=number)
-    retention.link(path.parent / "last", path)
+    deletion.link(path.parent / "last", path)
 
 
 def save_among_other_files(path: Where, number: int) -> None:
@@ -61,7 +61,7 @@ def _note(directory: Path, number: int) -> None:
 
 
 def remove(path: Where, number: int) -> None:
-    retention.remove(path)
+    deletion.remove(path)
 
 
 def number_in(path: Where) -> int:
@@ -124,7 +124,7 @@ def prepare(scene: Scene, root: Where) -> None:
     for name, number in scene.before.items():
         save(root / name, number)
     for name, target in scene.links_before.items():
-        retention.link(root / name, root / target)
+        deletion.link(root / name, root / target)
     for name in scene.others:
         file = root / scene.target / name
         assert isinstance(file, Path)

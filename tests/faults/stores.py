@@ -25,10 +25,10 @@ import torch
 import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_plugin.format import METADATA
-from dcp_plugin.format.packed import end_of, token_in
-from dcp_plugin.paths import as_path
-from dcp_plugin.runs import figures
+from dcp_plugin.core.format import METADATA
+from dcp_plugin.core.format.packed import end_of, token_in
+from dcp_plugin.core.paths import as_path
+from dcp_plugin.core.runs import figures
 from tests.faults.campaign import Campaign, Parts
 from tests.faults.network import Call
 from tests.faults.oracle import Facts, find, wrong

@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 import dcp_plugin as dcp
 from dcp_plugin.checkpointer import Internals
-from dcp_plugin.loading.forecast import plan_load
-from dcp_plugin.loading.load import Loading
-from dcp_plugin.runs import retention
-from dcp_plugin.storage.open import check_files
-from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.core.loading.forecast import plan_load
+from dcp_plugin.core.loading.load import Loading
+from dcp_plugin.core.runs import deletion
+from dcp_plugin.core.storage.open import check_files
+from dcp_plugin.core.storage.reader import ShardedReader
 from tests.faults.beside import FILE_SYSTEMS, READERS, WRITERS, by_chance, windows, wrong_in
 from tests.faults.scenes import number_in, save, state_of
 from tests.faults.victims import NO_EXCHANGE, Fault, Victims
@@ -84,7 +84,7 @@ def test_two_ranks_load_one_save_whatever_happens_beside_them(tmp_path: Path) ->
         alone.save(state_of(2), path).wait()
 
     def deleted() -> None:
-        retention.remove(path)
+        deletion.remove(path)
 
     cases = [
         ("_open", replaced, False, 2),  # after rank 0 has opened it, before rank 1 does
@@ -125,7 +125,7 @@ def test_a_checkpoint_that_is_deleted_after_it_was_opened_is_not_found(tmp_path:
     save(tmp_path / "ck", 1)
     with ShardedReader(tmp_path / "ck") as reader:
         assert len(reader.index) == 4
-        retention.remove(tmp_path / "ck")
+        deletion.remove(tmp_path / "ck")
         with pytest.raises(dcp.CheckpointNotFound, match="deleted or replaced"):
             check_files(reader.opened)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dcp_plugin as dcp
-from dcp_plugin.format.summary import Summary
+from dcp_plugin.core.format.summary import Summary
 from tests.faults.flips import SCENES, damaged, linked
 
 SUMMARY = "dcp_plugin.json"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import dcp_plugin as dcp
-from dcp_plugin.media.disk import posix
+from dcp_plugin.core.media.disk import posix
 from tests import launch
 from tests.faults import mounts
 from tests.faults.oracle import look

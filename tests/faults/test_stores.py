@@ -22,12 +22,12 @@ import torch.distributed as dist
 from obstore.store import from_url
 
 import dcp_plugin as dcp
+from dcp_plugin.core.media import lease
+from dcp_plugin.core.media.objects import commit
+from dcp_plugin.core.media.objects.client import client_of
+from dcp_plugin.core.paths import ObjectPath, as_path
+from dcp_plugin.core.runs import deletion
 from dcp_plugin.errors import CheckpointUnreadable
-from dcp_plugin.media import lease
-from dcp_plugin.media.objects import commit
-from dcp_plugin.media.objects.client import client_of
-from dcp_plugin.paths import ObjectPath, as_path
-from dcp_plugin.runs import retention
 from tests import launch, sampling
 from tests.faults import stores
 from tests.faults.network import Answer, Call, Cut, Flip, Ignore, Silence
@@ -229,7 +229,7 @@ def test_to_delete_spares_a_save_in_flight(bucket: Bucket, root: ObjectPath) -> 
     reservation = commit.reserve(root / "step-1")
     key = f"run/step-1/__0_0-{reservation.token}.distcp"
     obstore.put(from_url(bucket.url), key, b"data")
-    retention.remove(root / "step-1")
+    deletion.remove(root / "step-1")
     assert key in keys_in(bucket)
     commit.discard(reservation)
     assert not keys_in(bucket)

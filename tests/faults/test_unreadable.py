@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 import dcp_plugin as dcp
 from dcp_plugin.checkpointer import Internals
-from dcp_plugin.cli.app import app
-from dcp_plugin.errors import unreadable
-from dcp_plugin.runs import catalog, scan
-from dcp_plugin.runs import retention as deletion
+from dcp_plugin.core.errors import unreadable
+from dcp_plugin.core.runs import catalog, scan
+from dcp_plugin.core.runs import deletion as deletion
+from dcp_plugin.tools.cli.app import app
 from tests.faults.victims import Fault, Victims, disarm
 from tests.launch import on_ranks
 from tests.messages import logged

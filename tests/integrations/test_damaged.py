@@ -101,7 +101,7 @@ def test_lightning_goes_on_with_the_one_before_at_its_next_start(tmp_path: Path)
 @pytest.mark.long
 @on_ranks(2)
 def test_the_trainer_of_transformers_goes_on_with_the_one_before_at_its_next_start(tmp_path: Path) -> None:
-    from tests.transformers_trainer import training as t
+    from tests.transformers.trainer import training as t
 
     t.trainer(tmp_path, "ddp").train()
     newest = tmp_path / "checkpoint-6"

@@ -95,7 +95,7 @@ def _fabric(path: Path, load: bool) -> dict[str, Any]:
 
 
 def _transformers(path: Path, load: bool) -> dict[str, Any]:
-    from tests.transformers_trainer import training as t
+    from tests.transformers.trainer import training as t
 
     class Trainer(t.Ours):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

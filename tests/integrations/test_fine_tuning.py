@@ -189,7 +189,7 @@ def _transformers(root: Path, init_from: Path | None) -> Iterator[tuple[Any, Cal
     from transformers import AutoModelForCausalLM, TrainerCallback
 
     from dcp_plugin.transformers import from_pretrained
-    from tests.transformers_trainer import training as t
+    from tests.transformers.trainer import training as t
 
     seed = dist.get_world_size()
     net = t.model(seed) if init_from is None else from_pretrained(AutoModelForCausalLM, init_from)
@@ -241,7 +241,7 @@ def _refused(root: Path, door: str, init_from: str | None) -> None:
 
 def _make_weights(root: Path, door: str, name: str, seed: int) -> None:
     if door == "transformers":
-        from tests.transformers_trainer import training as t
+        from tests.transformers.trainer import training as t
 
         t.model(seed).save_pretrained(root / name)
     else:

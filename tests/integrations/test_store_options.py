@@ -23,9 +23,9 @@ from omegaconf import OmegaConf
 
 import dcp_plugin as dcp
 from dcp_plugin import events
+from dcp_plugin.core.media.objects.client import client_of
+from dcp_plugin.core.paths import ObjectPath, StoreOptions, as_path
 from dcp_plugin.integration.stored import plain
-from dcp_plugin.media.objects.client import client_of
-from dcp_plugin.paths import ObjectPath, StoreOptions, as_path
 from tests import launch
 from tests.finetune import build
 from tests.launch import on_ranks

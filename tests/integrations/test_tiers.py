@@ -97,7 +97,7 @@ def _accelerate(root: Path, dies: bool) -> Any:
 
 
 def _transformers(root: Path, dies: bool) -> Any:
-    from tests.transformers_trainer import training as t
+    from tests.transformers.trainer import training as t
 
     class Dies(t.TrainerCallback):  # type: ignore[misc, name-defined]
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

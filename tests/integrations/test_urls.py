@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dcp_plugin.paths import as_path, text_of
+from dcp_plugin.core.paths import as_path, text_of
 from tests.launch import on_ranks
 from tests.object_server import Bucket
 from tests.places import names_in

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dcp_plugin as dcp
-from dcp_plugin.paths import Where
+from dcp_plugin.core.paths import Where
 from tests.compare import assert_same
 from tests.damage import fill_disk
 from tests.launch import on_ranks

@@ -38,7 +38,7 @@ def test_names_that_the_strategy_uses() -> None:
 @on_ranks(1)
 def test_names_in_lightnings_own_checkpoints() -> None:
     """What Lightning calls things in its own checkpoints, in both packages, and what load_from_checkpoint enters by."""
-    from dcp_plugin.format.foreign.detect import META
+    from dcp_plugin.core.format.foreign.detect import META
     from dcp_plugin.integration.lightning_packages import PACKAGES
     from dcp_plugin.lightning import layout
 

@@ -16,7 +16,7 @@ from tests.messages import warned
 
 @on_ranks(1)
 def test_random_streams_continue() -> None:
-    from dcp_plugin.state import random_streams
+    from dcp_plugin.core.state import random_streams
 
     def draw() -> list[float]:
         return [random.random(), random.gauss(0, 1), float(np.random.normal()), torch.rand(()).item()]

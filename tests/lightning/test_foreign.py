@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import dcp_plugin as dcp
-from dcp_plugin.format.foreign.detect import lightning_names
+from dcp_plugin.core.format.foreign.detect import lightning_names
 from tests.compare import assert_same, same_bytes, weights_of
 from tests.launch import on_ranks
 

@@ -76,7 +76,7 @@ def test_a_callback_may_change_the_optimizer_state(tmp_path: Path, layout: str) 
 
 def test_what_a_hook_has_taken_out_is_named_within_bounds(tmp_path: Path) -> None:
     from dcp_plugin.errors import CheckpointMismatch
-    from dcp_plugin.lightning.loading import Loaded, apply_model
+    from dcp_plugin.lightning.live_load import Loaded, apply_model
 
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(50)))
     loaded = Loaded(tmp_path, {}, model=None)

@@ -10,7 +10,7 @@ import torch
 
 import dcp_plugin as dcp
 from dcp_plugin import events
-from dcp_plugin.paths import Where
+from dcp_plugin.core.paths import Where
 from tests.compare import assert_same
 from tests.launch import on_ranks
 

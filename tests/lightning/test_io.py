@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import dcp_plugin as dcp
-from dcp_plugin.media import medium_of
-from dcp_plugin.paths import Where
+from dcp_plugin.core.media import medium_of
+from dcp_plugin.core.paths import Where
 from tests.compare import assert_same
 from tests.launch import on_ranks
 
@@ -57,7 +57,7 @@ def test_on_two_ranks_rank_0_alone_may_save(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_a_bare_plugin_reads_what_all_ranks_saved(tmp_path: Path) -> None:
-    from dcp_plugin.state import flatten_optimizer
+    from dcp_plugin.core.state import flatten_optimizer
     from tests.lightning import training as t
 
     trainer = t.trainer_for("fsdp2", t.checkpoints(tmp_path, "fsdp2", "stateful"), max_steps=3)

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_plugin.media import WORKSPACE, medium_of
-from dcp_plugin.paths import Where, as_path
-from dcp_plugin.runs import figures
+from dcp_plugin.core.media import WORKSPACE, medium_of
+from dcp_plugin.core.paths import Where, as_path
+from dcp_plugin.core.runs import figures
 from tests.compare import assert_same
 from tests.launch import on_ranks
 from tests.object_server import Bucket

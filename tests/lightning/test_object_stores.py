@@ -20,8 +20,8 @@ from tests.object_server import Bucket
 
 def _leave_a_torn_save(path: Any) -> None:
     """What is there of a save that has died while it wrote."""
-    from dcp_plugin.format.packed import new_token
-    from dcp_plugin.media.objects.client import client_of
+    from dcp_plugin.core.format.packed import new_token
+    from dcp_plugin.core.media.objects.client import client_of
 
     client_of(path).put(f"{path.key}/__0_0-{new_token(1_700_000_000.0)}.distcp", b"the beginning")
 
@@ -48,8 +48,8 @@ def test_last_is_the_newest_that_can_be_loaded_and_never_a_training_from_scratch
     from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
     from dcp_plugin import CheckpointNotFound
-    from dcp_plugin.media import medium_of
-    from dcp_plugin.paths import as_path
+    from dcp_plugin.core.media import medium_of
+    from dcp_plugin.core.paths import as_path
     from tests.lightning import training as t
 
     folder = as_path("memory://last")
@@ -75,7 +75,7 @@ def test_last_is_the_newest_that_can_be_loaded_and_never_a_training_from_scratch
 
 @on_ranks(1)
 def test_slurm_resumes_from_what_was_saved_and_numbers_go_on() -> None:
-    from dcp_plugin.paths import as_path
+    from dcp_plugin.core.paths import as_path
     from tests.lightning import training as t
 
     root = as_path("memory://slurm")
@@ -103,7 +103,7 @@ def test_a_listing_that_s3fs_remembers_decides_nothing(bucket: Bucket) -> None:
     import fsspec
 
     import dcp_plugin as dcp
-    from dcp_plugin.paths import as_path
+    from dcp_plugin.core.paths import as_path
     from tests.lightning import training as t
 
     folder = as_path(bucket.url) / "run"
@@ -159,7 +159,7 @@ def _go_on_alone(place: Any, disk: Path) -> None:
 def test_a_training_on_a_bucket_that_is_killed_in_a_save_goes_on_with_fewer_ranks(
     bucket: Bucket, tmp_path: Path
 ) -> None:
-    from dcp_plugin.paths import as_path
+    from dcp_plugin.core.paths import as_path
 
     place = as_path(bucket.url) / "run"
     outcomes = launch.outcomes_of(_die_in_the_second_save, 2, place, tmp_path)

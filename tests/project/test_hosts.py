@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dcp_plugin.media.disk import posix
+from dcp_plugin.core.media.disk import posix
 from tests import launch
 from tests.host_process import Process, why_no_namespaces
 from tests.hosts import Host, Hosts, hosts, python

@@ -35,4 +35,4 @@ def test_every_dotted_name_in_the_repository_exists() -> None:
             names.update(NAME.findall(path.read_text(errors="ignore")))
     ended = programs.run("-c", RESOLVE, *sorted(name for name in names if not OTHERS.fullmatch(name)))
     assert (ended.stdout, ended.returncode) == ("", 0), ended.stderr
-    assert {"dcp_plugin.cli:main", "dcp_plugin.CheckpointConfig", "dcp_plugin.lightning.callback"} <= names
+    assert {"dcp_plugin.tools.cli:main", "dcp_plugin.CheckpointConfig", "dcp_plugin.lightning.callback"} <= names

@@ -244,7 +244,7 @@ def test_what_is_missing_in_a_release_is_found(tmp_path: Path) -> None:
             wheel.writestr(name, "")
         wheel.writestr(f"{info}/METADATA", "\n".join(metadata))
         wheel.writestr(f"{info}/licenses/LICENSE", "")
-        wheel.writestr(f"{info}/entry_points.txt", "[console_scripts]\ndcp-plugin = dcp_plugin.cli:main\n")
+        wheel.writestr(f"{info}/entry_points.txt", "[console_scripts]\ndcp-plugin = dcp_plugin.tools.cli:main\n")
     with tarfile.open(tmp_path / "it.tar.gz", "w:gz") as sdist:
         for name in ("pyproject.toml", "README.md", "LICENSE", *release.PACKAGES):
             sdist.add(ROOT / name, f"it/{name}")

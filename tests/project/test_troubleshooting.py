@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 import dcp_plugin as dcp
 from dcp_plugin import errors
-from dcp_plugin.cli.app import app
-from dcp_plugin.errors import EXPLAINED, CheckpointError
+from dcp_plugin.core.errors import EXPLAINED, CheckpointError
+from dcp_plugin.tools.cli.app import app
 from tests import programs
 from tests.commands import invoke
 from tests.launch import on_ranks

@@ -11,9 +11,9 @@ import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 import dcp_plugin as dcp
-from dcp_plugin.format import metadata
-from dcp_plugin.format.stock_metadata import decode
-from dcp_plugin.storage.open import open_checkpoint
+from dcp_plugin.core.format import metadata
+from dcp_plugin.core.format.stock_metadata import decode
+from dcp_plugin.core.storage.open import open_checkpoint
 from tests.compare import same_tree
 from tests.versions import HERE, state
 

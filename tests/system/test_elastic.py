@@ -19,7 +19,7 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 import dcp_plugin as dcp
-from dcp_plugin.keeper.spool import Spool
+from dcp_plugin.tiers.spool import Spool
 from tests import launch, programs
 from tests.compare import same_tree
 from tests.hosts import hosts, python

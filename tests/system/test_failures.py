@@ -19,8 +19,8 @@ from torch.distributed.checkpoint import save as stock_save
 
 import dcp_plugin as dcp
 from dcp_plugin import events
-from dcp_plugin.media import Reservation, disk
-from dcp_plugin.media.disk import commit
+from dcp_plugin.core.media import Reservation, disk
+from dcp_plugin.core.media.disk import commit
 from tests import launch
 from tests.damage import bad_disk, flip, raising
 from tests.launch import gathered, on_ranks

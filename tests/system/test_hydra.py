@@ -24,8 +24,8 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 import dcp_plugin as dcp
+from dcp_plugin.core.paths import Where
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.paths import Where
 from tests import programs
 from tests.launch import gathered, on_ranks
 from tests.limits import HANG
@@ -127,7 +127,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
 }
-LIGHT = {"dcp_plugin", "dcp_plugin.conf", "dcp_plugin.paths", "dcp_plugin.types"}
+LIGHT = {"dcp_plugin", "dcp_plugin.conf", "dcp_plugin.core.paths", "dcp_plugin.core.types"}
 """What Hydra imports of us where nothing of ours is asked for: names, and no torch."""
 
 

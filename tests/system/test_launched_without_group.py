@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 
 import dcp_plugin as dcp
-from dcp_plugin import launcher
-from dcp_plugin.launcher import this_launch
+from dcp_plugin.core.ranks import launcher
+from dcp_plugin.core.ranks.launcher import this_launch
 from tests import programs
 from tests.launch import on_ranks
 from tests.programs import PACKAGE

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dcp_plugin as dcp
-from dcp_plugin.paths import Where
+from dcp_plugin.core.paths import Where
 from tests.compare import assert_same
 
 _PARTS = [

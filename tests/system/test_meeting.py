@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import dcp_plugin as dcp
-from dcp_plugin import meeting
-from dcp_plugin.meeting import meet
+from dcp_plugin.core.ranks import meeting
+from dcp_plugin.core.ranks.meeting import meet
 from tests import launch
 from tests.damage import bad_disk, raising
 from tests.dying import lose

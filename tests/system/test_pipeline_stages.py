@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import dcp_plugin as dcp
-from dcp_plugin.rank_group import RankGroup
-from dcp_plugin.ranks import said_by_ranks
+from dcp_plugin.core.ranks.collectives import said_by_ranks
+from dcp_plugin.core.ranks.rank_group import RankGroup
 from tests import launch
 from tests.launch import gathered, on_ranks
 

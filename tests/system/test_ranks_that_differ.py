@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 import dcp_plugin as dcp
-from dcp_plugin import calls, events, rank_group
+from dcp_plugin import events
 from dcp_plugin.checkpointer import Internals
+from dcp_plugin.core.ranks import calls, rank_group
 from tests.dying import lose
 from tests.launch import on_ranks
 from tests.messages import refusal

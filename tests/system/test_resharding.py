@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import dcp_plugin as dcp
-from dcp_plugin.paths import Where, as_path
+from dcp_plugin.core.paths import Where, as_path
 from tests import launch, sampling
 from tests.compare import assert_same, only_tensors
 from tests.launch import on_ranks

@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import dcp_plugin as dcp
-from dcp_plugin.media import WORKSPACE, medium_of, tree
-from dcp_plugin.media.disk.files import LocalFiles
-from dcp_plugin.paths import Where, as_path
-from dcp_plugin.runs import figures
+from dcp_plugin.core.media import WORKSPACE, medium_of, tree
+from dcp_plugin.core.media.disk.local_files import LocalFiles
+from dcp_plugin.core.paths import Where, as_path
+from dcp_plugin.core.runs import figures
 from tests import programs
 from tests.commands import invoke, json_of
 from tests.compare import assert_same
@@ -283,7 +283,7 @@ def test_damage_at_the_source_is_named_and_nothing_comes(way: tuple[Where, Where
 _DIES = """
 import os, shutil, signal, sys
 from dcp_plugin.tools import transfer
-from dcp_plugin.cli.app import app
+from dcp_plugin.tools.cli.app import app
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a job in the background of a shell
 how, number, source, target = sys.argv[1:5]
 copied, seen = transfer.Transfer._copied, []
@@ -291,7 +291,7 @@ def copy_one(self, *arguments):
     seen.append(arguments)
     if len(seen) == int(number):
         if how == "RMTREE":
-            from dcp_plugin.runs import retention
+            from dcp_plugin.core.runs import retention
             retention.remove(source)
         elif how == "FSIZE":
             import resource

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import dcp_plugin as dcp
-from dcp_plugin.paths import Where
+from dcp_plugin.core.paths import Where
 from dcp_plugin.tools import amounts
 from dcp_plugin.tools import diff as diff_module
 from dcp_plugin.tools.agreement import paired

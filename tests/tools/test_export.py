@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.fsdp import fully_shard
 
 import dcp_plugin as dcp
-from dcp_plugin.format import torch_archive
-from dcp_plugin.media.objects.client import client_of
-from dcp_plugin.paths import as_path
-from dcp_plugin.tensors import _torch
+from dcp_plugin.core.format import torch_archive
+from dcp_plugin.core.media.objects.client import client_of
+from dcp_plugin.core.paths import as_path
+from dcp_plugin.core.tensors import _torch
 from tests import programs
 from tests.commands import invoke
 from tests.compare import assert_same, same_tree
@@ -408,7 +408,7 @@ def test_a_full_disk_leaves_nothing(path: Path, tmp_path: Path, made_as: str, na
 def test_an_interrupted_export_leaves_nothing(path: Path, tmp_path: Path, made_as: str, name: str) -> None:
     program = """
         import contextlib, signal, sys
-        from dcp_plugin.cli import app, transfers
+        from dcp_plugin.tools.cli import app, transfers
 
         @contextlib.contextmanager
         def stopping(title):

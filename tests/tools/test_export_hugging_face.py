@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import dcp_plugin as dcp
-from dcp_plugin.media.disk.files import LocalFiles
+from dcp_plugin.core.media.disk.local_files import LocalFiles
 from tests import launch
 from tests.places import names_in
 

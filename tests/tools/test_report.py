@@ -14,10 +14,10 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import dcp_plugin as dcp
-from dcp_plugin.cli import output
+from dcp_plugin.core.paths import Where
+from dcp_plugin.core.runs import figures
 from dcp_plugin.errors import CheckpointError, CheckpointNotFound, SaveFailed
-from dcp_plugin.paths import Where
-from dcp_plugin.runs import figures
+from dcp_plugin.tools.cli import terminal
 from dcp_plugin.tools.contents import TensorInfo
 from dcp_plugin.tools.run_report.charts import charts_of
 from dcp_plugin.tools.run_report.collect import _SMALLEST_SHARE, collect, heat_saves, modules_of
@@ -148,7 +148,7 @@ def test_the_command_writes_a_page_or_says_the_figures(tmp_path: Path) -> None:
     assert (done.exit_code, done.stdout) == (0, f"{out}: 4 saves of {run}\n") and out.stat().st_size > 1 << 20
     document = json_of("report", run)
     assert document["out"] is None and len(document["report"]["saves"]) == 5
-    assert invoke("report", tmp_path / "x").exit_code == output.FAILED
+    assert invoke("report", tmp_path / "x").exit_code == terminal.FAILED
 
 
 def test_without_plotly_it_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import dcp_plugin
-from dcp_plugin.format.summary import FORMAT_VERSION
+from dcp_plugin.core.format.summary import FORMAT_VERSION
 from tests.forge import change_summary
 from tests.versions import HERE, WRITERS, state
 

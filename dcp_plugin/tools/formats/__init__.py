@@ -14,11 +14,11 @@ from typing import Protocol
 
 import torch
 
-from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.format.index import StoredTensor
-from dcp_plugin.media import NewFile
-from dcp_plugin.storage.reader import ShardedReader
-from dcp_plugin.tensors.host_memory import host_bytes
+from dcp_plugin.core.errors import CheckpointMismatch
+from dcp_plugin.core.format.index import StoredTensor
+from dcp_plugin.core.media import NewFile
+from dcp_plugin.core.storage.reader import ShardedReader
+from dcp_plugin.core.tensors.host_memory import host_bytes
 from dcp_plugin.tools.stream import Part, Stream
 
 

@@ -12,19 +12,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 
-from dcp_plugin.format.derived_index import index_of
-from dcp_plugin.format.index import CheckpointIndex, Entry, Location, StoredChunk, StoredTensor, StoredValue
-from dcp_plugin.format.payload import MAX_PAYLOAD
-from dcp_plugin.media import medium_of
-from dcp_plugin.paths import Where
-from dcp_plugin.planning.load_balance import BoxPart
-from dcp_plugin.ranks import Ranks
-from dcp_plugin.storage import write_items
-from dcp_plugin.storage.write_items import Streamed
-from dcp_plugin.storage.writer import Facts, Publication
+from dcp_plugin.core.format.derived_index import index_of
+from dcp_plugin.core.format.index import CheckpointIndex, Entry, Location, StoredChunk, StoredTensor, StoredValue
+from dcp_plugin.core.format.payload import MAX_PAYLOAD
+from dcp_plugin.core.media import medium_of
+from dcp_plugin.core.paths import Where
+from dcp_plugin.core.planning.load_balance import BoxPart
+from dcp_plugin.core.ranks.collectives import Ranks
+from dcp_plugin.core.storage import write_items
+from dcp_plugin.core.storage.part_writer import Facts, Publication
+from dcp_plugin.core.storage.write_items import Streamed
+from dcp_plugin.core.types import Shape
 from dcp_plugin.tools.formats import Selected, place_of
 from dcp_plugin.tools.stream import Counter, Part, Progress, Stream, is_opaque
-from dcp_plugin.types import Shape
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointNotFound, damage_in, some
-from dcp_plugin.format import exists, json_object
-from dcp_plugin.loading.model_prefix import find_model_prefix
-from dcp_plugin.media import Readable, medium_of
-from dcp_plugin.paths import PathLike, as_path
-from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointNotFound, damage_in, some
+from dcp_plugin.core.format import exists, json_object
+from dcp_plugin.core.loading.model_prefix import find_model_prefix
+from dcp_plugin.core.media import Readable, medium_of
+from dcp_plugin.core.paths import PathLike, as_path
+from dcp_plugin.core.storage.reader import ShardedReader
 from dcp_plugin.tools.formats import Layout, Selected, place_of, safetensors_files
-from dcp_plugin.tools.formats.adapters import ADAPTER, Adapter
+from dcp_plugin.tools.formats.peft_adapters import ADAPTER, Adapter
 
 CONFIG = "config.json"
 DEFAULT_SHARD = 5 * 10**9

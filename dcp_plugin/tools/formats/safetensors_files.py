@@ -9,9 +9,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.format.foreign.safetensors import DTYPES, MOST_HEADER
-from dcp_plugin.media import PAGE, NewFile
+from dcp_plugin.core.errors import CheckpointMismatch
+from dcp_plugin.core.format.foreign.safetensors import DTYPES, MOST_HEADER
+from dcp_plugin.core.media import PAGE, NewFile
 from dcp_plugin.tools.formats import Layout, Selected
 from dcp_plugin.tools.stream import Part, Stream
 

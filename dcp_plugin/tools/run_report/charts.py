@@ -11,7 +11,7 @@ from itertools import cycle, zip_longest
 from math import isfinite, nan
 from typing import Any, NamedTuple
 
-from dcp_plugin.errors import size
+from dcp_plugin.core.errors import size
 from dcp_plugin.tools.run_report.collect import RunFigures, Save, heat_saves
 
 _METRICS = ("--blue", "--orange", "--green", "--purple")

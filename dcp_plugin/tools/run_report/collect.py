@@ -14,14 +14,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
-from dcp_plugin.errors import CheckpointError, CheckpointNotFound
-from dcp_plugin.format.summary import decode_metrics
-from dcp_plugin.media import workspace_of
-from dcp_plugin.paths import PathLike, StorageOptions, as_path
-from dcp_plugin.runs import figures
-from dcp_plugin.runs.catalog import list_checkpoints
+from dcp_plugin.core.errors import CheckpointError, CheckpointNotFound
+from dcp_plugin.core.format.summary import decode_metrics
+from dcp_plugin.core.media import workspace_of
+from dcp_plugin.core.paths import PathLike, StorageOptions, as_path
+from dcp_plugin.core.runs import figures
+from dcp_plugin.core.runs.catalog import list_checkpoints
+from dcp_plugin.core.types import CheckpointState
 from dcp_plugin.tools.contents import TensorInfo, inspect
-from dcp_plugin.types import CheckpointState
 
 _MOST_NUMBER = 1e18
 _LONGEST = 300
@@ -67,7 +67,7 @@ class Save:
     to_store: bool = False
     """True if the save wrote to a store."""
     ranks: dict[str, list[float]] = field(default_factory=dict)
-    """The columns of :data:`dcp_plugin.runs.figures.COLUMNS`, with a value for each rank."""
+    """The columns of :data:`dcp_plugin.core.runs.figures.COLUMNS`, with a value for each rank."""
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,6 @@ if FOLDER in os.environ:
     _folder = Path(os.environ[FOLDER])
     set_clock(_folder)
     with suppress(FileNotFoundError):
-        if "dcp_plugin.keeper" in sys.orig_argv:
+        if "dcp_plugin.tiers" in sys.orig_argv:
             _stop = _folder / f"{socket.gethostname()}.stop"
             _stop_at(int(_stop.read_text()), _stop.with_suffix(".stopped"))

@@ -1,0 +1,1 @@
+"""Everything that a save and a load of live objects need."""

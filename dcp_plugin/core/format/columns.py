@@ -1,0 +1,389 @@
+"""Contents of a checkpoint as numpy columns: keys, the boxes of stored tensors, and the places of items.
+
+The counts that matter are ranks times tensors: 10^5 to 10^6. A Python object for each costs seconds; a row of a column
+costs almost no time. The save plan, the results of writing, the index and the stock metadata are therefore made from
+these columns. An object is made only for a key that the caller asks for.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import re
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dcp_plugin.core.errors import CheckpointMismatch
+from dcp_plugin.core.format.payload import padded
+from dcp_plugin.core.types import KeyPath, Shape
+
+if TYPE_CHECKING:
+    import torch
+
+Column = np.ndarray[Any, np.dtype[Any]]
+NO_TENSOR = 255
+"""Number of the dtype of a value that is no tensor."""
+FACTORIES: dict[str, type] = {f"builtins.{kind.__name__}": kind for kind in (int, float, bool, str, list, dict, set)}
+FACTORIES |= {"builtins.tuple": tuple, "numpy.ndarray": np.ndarray}
+"""Classes that a ``defaultdict`` may have as its factory, by name."""
+
+MAPPING_CLASSES: dict[str, Callable[[], dict[Any, Any]]] = {
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
+    "defaultdict": defaultdict,
+    **{f"defaultdict of {name}": functools.partial(defaultdict, factory) for name, factory in FACTORIES.items()},
+}
+"""Classes of mappings, by name, that a load restores if a save stores the items of a mapping separately."""
+
+_JOINED = ("place", "frame", "blocks", "hash")
+
+
+@dataclass(frozen=True)
+class Location:
+    """Place of an item: ``length`` bytes at ``offset`` of ``file``, with the payload inside them.
+
+    ``hashes`` are the XXH3-64 of each block of the payload; None if the writer computed none, as in stock checkpoints.
+    ``payload_offset`` is None for an item of unknown layout (from a stock checkpoint, or a tensor stored as one
+    object): ``torch.load`` has to read it. Its hashes, if any, cover the complete item, and ``payload_length`` is
+    its length. ``frame`` is the hash of the bytes around the payload.
+    """
+
+    file: str
+    offset: int
+    length: int
+    payload_offset: int | None
+    payload_length: int
+    frame: int = 0
+    hashes: np.ndarray[Any, np.dtype[np.uint64]] | None = None
+
+
+@dataclass(frozen=True)
+class KeyColumns:
+    """Keys of a checkpoint and the boxes in which its tensors are stored.
+
+    ``columns`` are ``dtype``, ``ndim``, ``shape``, ``chunk_ends`` and ``box`` of the index. ``paths`` are the
+    :func:`unusual_paths`.
+    """
+
+    keys: list[str]
+    dtypes: list[str]
+    paths: dict[str, KeyPath]
+    columns: dict[str, Column]
+
+    @functools.cached_property
+    def slots(self) -> dict[str, int]:
+        """Number of each key."""
+        return dict(zip(self.keys, range(len(self.keys)), strict=True))
+
+    @functools.cached_property
+    def shape_starts(self) -> Column:
+        """Position at which the shape of each key begins, and the end of the last. The next two are alike."""
+        return np.concatenate(([0], np.cumsum(self.columns["ndim"], dtype=np.int64)))
+
+    @functools.cached_property
+    def chunk_starts(self) -> Column:
+        return np.concatenate(([0], self.columns["chunk_ends"]))
+
+    @functools.cached_property
+    def box_starts(self) -> Column:
+        counts = 2 * self.columns["ndim"].astype(np.int64) * np.diff(self.chunk_starts)
+        return np.concatenate(([0], np.cumsum(counts)))
+
+    def path_of(self, key: str) -> KeyPath:
+        """Return the path of the key in the nested state: its first segment and the rest, unless another is stored."""
+        return self.paths.get(key) or default_path(key)
+
+    def dtype_of(self, slot: int) -> torch.dtype | None:
+        """Return the dtype of a tensor, or None for a value that is no tensor."""
+        number = self.columns["dtype"][slot]
+        return None if number == NO_TENSOR else self.torch_dtypes[number]
+
+    @functools.cached_property
+    def torch_dtypes(self) -> list[torch.dtype]:
+        return [dtype_named(name) for name in self.dtypes]
+
+    @functools.cached_property
+    def itemsizes(self) -> Column:
+        """Bytes of an element of each dtype, by its number; 0 for values that are no tensors."""
+        itemsizes = np.zeros(NO_TENSOR + 1, np.int64)
+        itemsizes[: len(self.dtypes)] = [itemsize_named(name) for name in self.dtypes]
+        return itemsizes
+
+    def shape_of(self, slot: int) -> Shape:
+        return tuple(self.columns["shape"][self.shape_starts[slot] : self.shape_starts[slot + 1]].tolist())
+
+    @functools.cached_property
+    def nbytes(self) -> Column:
+        """Bytes of each tensor in memory, 0 for a value; as floats, which do not overflow."""
+        nbytes: Column = self.itemsizes[self.columns["dtype"]].astype(float)
+        for ndim in range(1, 1 + int(self.columns["ndim"].max(initial=0))):
+            slots = np.flatnonzero(self.columns["ndim"] == ndim)
+            nbytes[slots] *= product(self.columns["shape"][self.shape_starts[slots][:, None] + np.arange(ndim)])
+        return nbytes
+
+    def shapes_of(self, slots: Column) -> list[Shape]:
+        """Return the shapes of many keys at once."""
+        ndim = self.columns["ndim"][slots].astype(np.int64)
+        sizes, ends = self.columns["shape"][ranges(self.shape_starts[slots], ndim)].tolist(), np.cumsum(ndim)
+        bounds = zip((ends - ndim).tolist(), ends.tolist(), strict=True)
+        return [tuple(sizes[begin:end]) for begin, end in bounds]
+
+    def boxes_of(self, slot: int) -> tuple[Column, Column]:
+        """Return the offsets and the sizes of the chunks of a key, one row per chunk."""
+        begin, end = self.box_starts[slot : slot + 2].tolist()
+        first, last = self.chunk_starts[slot : slot + 2].tolist()
+        boxes = self.columns["box"][begin:end].reshape(last - first, 2, self.columns["ndim"][slot])
+        return boxes[:, 0], boxes[:, 1]
+
+    def by_ndim(self) -> Iterator[tuple[Column, Column, Column]]:
+        """Yield all keys, grouped by their number of dimensions, in that order and then by key.
+
+        Each group is the numbers of its keys, the numbers of all their chunks, and the boxes of these chunks as an
+        array of chunks, offsets or sizes, dimensions.
+        """
+        counts_of = np.diff(self.chunk_starts)
+        for ndim in np.flatnonzero(np.bincount(self.columns["ndim"])).tolist():  # np.unique imports numpy.ma
+            alike = np.flatnonzero(self.columns["ndim"] == ndim)
+            for slots in in_cache(alike, counts_of[alike]):
+                counts = counts_of[slots]
+                boxes = self.columns["box"][ranges(self.box_starts[slots], 2 * ndim * counts)]
+                yield slots, ranges(self.chunk_starts[slots], counts), boxes.reshape(int(counts.sum()), 2, ndim)
+
+
+def default_path(key: str) -> KeyPath:
+    first, dot, remainder = key.partition(".")
+    return (first, remainder) if dot else (first,)
+
+
+def unusual_paths(paths: Mapping[str, KeyPath]) -> dict[str, KeyPath]:
+    """Return the paths that do not follow :func:`default_path`."""
+    return {key: path for key, path in paths.items() if path != default_path(key)}
+
+
+def dtype_named(name: str) -> torch.dtype:
+    import torch
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointMismatch(f"the checkpoint has the dtype {name}, which this torch lacks: install a newer torch")
+    return dtype
+
+
+_DTYPE = re.compile(r"bool|(?:b?float|complex|q?u?int|bits)(\d{1,3})(?:x\d|_\w+)?|float8_\w+")
+
+
+def itemsize_named(name: str) -> int:
+    """Return the bytes of an element of a dtype of torch, whose name has its bits. Inspection needs no torch.
+
+    Raises:
+        ValueError: No dtype has such a name.
+    """
+    match = _DTYPE.fullmatch(name) if isinstance(name, str) else None
+    if match is None:
+        raise ValueError(f"unknown dtype {name!r}: the index is damaged")
+    return max(1, int(match[1] or 8) // 8)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Places of items: the columns of :class:`Location`.
+
+    ``blocks`` counts each item's hashes in ``hash``.
+    """
+
+    files: list[str]
+    file: Column
+    place: Column
+    frame: Column
+    blocks: Column
+    hash: Column
+    linkable: Collection[str] = ()
+    """Files that later saves are meant to link. Such a file may have items that this checkpoint does not have."""
+
+    @classmethod
+    def of(cls, locations: Sequence[Location]) -> Places:
+        files = {name: number for number, name in enumerate(dict.fromkeys(location.file for location in locations))}
+        hashes = [np.empty(0, np.uint64) if location.hashes is None else location.hashes for location in locations]
+        starts = [-1 if location.payload_offset is None else location.payload_offset for location in locations]
+        place = [(w.offset, w.length, start, w.payload_length) for w, start in zip(locations, starts, strict=True)]
+        return cls(
+            list(files),
+            np.array([files[location.file] for location in locations], np.int32),
+            np.array(place, np.int64).reshape(-1, 4),
+            np.array([location.frame for location in locations], np.uint32),
+            np.array(list(map(len, hashes)), np.int64),
+            np.concatenate([*hashes, np.empty(0, np.uint64)]),
+        )
+
+    @classmethod
+    def without_hashes(cls, files: list[str], file: Column, place: Column) -> Places:
+        """Return the places of items without hashes, as another tool writes them."""
+        zeros = np.zeros(len(file), np.int64)
+        return cls(files, file, place, zeros.astype(np.uint32), zeros, np.empty(0, np.uint64))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Places]) -> Places:
+        """Return all parts, one after the other. No two parts have a file in common."""
+        first_file = np.cumsum([0, *(len(part.files) for part in parts)], dtype=np.int32)
+        return cls(
+            [name for part in parts for name in part.files],
+            np.concatenate([part.file + first for part, first in zip(parts, first_file, strict=False)]),
+            **{name: np.concatenate([getattr(part, name) for part in parts]) for name in _JOINED},
+            linkable={name for part in parts for name in part.linkable},
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files, if they have no other items."""
+        ends = np.zeros(len(self.files), np.int64)
+        np.maximum.at(ends, self.file, self.place[:, 0] + self.place[:, 1])
+        return int(padded(ends).sum())
+
+    def location(self, number: int) -> Location:
+        """Return the location of an item."""
+        offset, length, start, payload_length = self.place[number].tolist()
+        end = int(self._block_ends[number])
+        hashes = self.hash[end - int(self.blocks[number]) : end]
+        has_hashes = len(hashes) > 0 or (payload_length == 0 and start >= 0)
+        return Location(
+            self.files[self.file[number]],
+            offset,
+            length,
+            start if start >= 0 else None,
+            payload_length,
+            int(self.frame[number]),
+            hashes if has_hashes else None,
+        )
+
+    @functools.cached_property
+    def _block_ends(self) -> Column:
+        return np.cumsum(self.blocks)
+
+    def take(self, order: Column) -> Places:
+        """Return the items with these numbers, in this order."""
+        blocks = self.blocks[order]
+        if (
+            len(self.blocks) and (self.blocks == self.blocks[0]).all()
+        ):  # usual in large plans: a row per item is faster to take
+            hashes = self.hash.reshape(len(self.blocks), -1).take(order, axis=0).reshape(-1)
+        else:
+            hashes = self.hash[ranges((np.cumsum(self.blocks) - self.blocks)[order], blocks)]
+        place = self.place.take(order, axis=0)  # faster than by [order]
+        return Places(self.files, self.file[order], place, self.frame[order], blocks, hashes, self.linkable)
+
+
+ROWS_IN_CACHE = 1 << 15
+"""Rows processed at a time: a few columns of this many rows fit into the processor's cache.
+
+Processing in such parts takes half the time of all rows at once, and no memory for intermediate results.
+"""
+
+
+def in_cache(slots: Column, counts: Column) -> list[Column]:
+    """Cut things with ``counts`` rows each into stretches of about :data:`ROWS_IN_CACHE` rows."""
+    cuts = np.flatnonzero(np.diff(np.cumsum(counts) // ROWS_IN_CACHE)) + 1
+    return np.split(slots, cuts) if len(slots) else []
+
+
+def product(rows: Column) -> Column:
+    """Return the product of each row.
+
+    This function and the next two make a pass for each column: numpy's own reduction goes from row to row, which takes
+    ten times as long for rows as short as those of boxes.
+    """
+    return functools.reduce(np.multiply, rows.T, np.ones(len(rows), rows.dtype))
+
+
+def in_all(rows: Column) -> Column:
+    """Return whether all elements of each row are true."""
+    return functools.reduce(np.logical_and, rows.T, np.full(len(rows), True))
+
+
+def in_any(rows: Column) -> Column:
+    """Return whether any element of each row is true."""
+    return functools.reduce(np.logical_or, rows.T, np.full(len(rows), False))
+
+
+def ranges(starts: Column, counts: Column) -> Column:
+    """Return ``starts[0], starts[0] + 1, …`` (``counts[0]`` numbers), then those from ``starts[1]``, and so on."""
+    ends = np.cumsum(counts)
+    return np.asarray(np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts))
+
+
+def ragged(filled: Sequence[Column], widths: Column) -> Column:
+    """Return the first ``widths[i]`` numbers of row ``i`` of each array in turn, for all ``i``, end to end."""
+    rows = np.stack(filled, axis=1)
+    if (widths == rows.shape[2]).all():
+        return rows.reshape(-1)
+    kept = np.arange(rows.shape[2]) < widths[:, None, None]
+    return rows[np.broadcast_to(kept, rows.shape)]
+
+
+def partitioned(starts: Column, sizes: Column, shape: Column, of: Column, count: int) -> Column:
+    """Return for each of ``count`` tensors whether its boxes cover every element exactly once.
+
+    Box ``i`` belongs to tensor ``of[i]``, and these numbers do not decrease. ``starts``, ``sizes`` and (per tensor)
+    ``shape`` have one number per dimension. The boxes are inside the shape.
+
+    No box is compared with another. Give every coordinate of every dimension a random number, and every element the
+    product of its coordinates' numbers. Then the sum over a box is a product of differences of running sums, and the
+    sums over all boxes add up to the sum over the tensor. If any element is covered twice or not at all, they add up
+    only with a chance of about 2^-60, whichever boxes the file has, because its author cannot know the random numbers
+    beforehand.
+    """
+    seeds = np.frombuffer(os.urandom(8 * shape.shape[1]), np.uint64)
+    over_boxes = np.ones(len(starts), np.uint64)
+    over_tensor = np.ones(count, np.uint64)
+    for dim in range(shape.shape[1]):
+        over_boxes *= _mix(starts[:, dim] + sizes[:, dim], seeds[dim]) - _mix(starts[:, dim], seeds[dim])
+        over_tensor *= _mix(shape[:, dim], seeds[dim]) - _mix(np.zeros(count, np.int64), seeds[dim])
+    return totals(over_boxes, of, count) == over_tensor  # type: ignore[no-any-return]
+
+
+def totals(values: Column, of: Column, count: int) -> Column:
+    """Return the sum of the values of each of ``count`` things; value ``i`` is of thing ``of[i]``, which never
+    decreases."""
+    running = np.concatenate((np.zeros(1, values.dtype), np.cumsum(values)))
+    edges = np.searchsorted(of, np.arange(count + 1))
+    return np.asarray(running[edges[1:]] - running[edges[:-1]])
+
+
+def _mix(coordinate: Column, seed: np.uint64) -> Column:
+    """Return a random number for each coordinate: splitmix64."""
+    mixed = coordinate.astype(np.uint64) + seed
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def flat_start(offsets: Column, shapes: Column, of: Column) -> Column:
+    """Return the row-major position of each box's first element in its tensor. Box ``i`` is of tensor ``of[i]``."""
+    extents = np.maximum(shapes, 1)
+    ones = np.ones((len(shapes), 1), np.int64)
+    strides = np.cumprod(np.concatenate((extents[:, 1:], ones), axis=1)[:, ::-1], axis=1)[:, ::-1]
+    start = np.zeros(len(offsets), np.int64)
+    for dim in range(offsets.shape[1]):
+        start += offsets[:, dim] * strides[of, dim]
+    return start
+
+
+def order_of(*columns: Column) -> Column:
+    """Return the order that sorts rows by columns; the first column counts most.
+
+    Numbers below 65536, as ranks mostly are, become 16-bit integers, which numpy sorts in one pass.
+    """
+    small = (column.astype(np.uint16) if len(column) and column.max() < 1 << 16 else column for column in columns)
+    return np.lexsort(tuple(small)[::-1])
+
+
+def filled_rows(rows: Sequence[Shape], width: int, fill: int) -> Column:
+    """Return tuples of up to ``width`` numbers as one array, padded with ``fill``."""
+    array = np.full((len(rows), width), fill, np.int64)
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    array[np.arange(width) < lengths[:, None]] = np.fromiter(itertools.chain.from_iterable(rows), np.int64)
+    return array

@@ -1,0 +1,118 @@
+"""Indexes made from entries or from other indexes: of some keys, under other names, of several
+parts together.
+
+The columns are taken and joined as arrays. A plain save and load need none of this.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from dcp_plugin.core.format.columns import NO_TENSOR, Column, KeyColumns, Location, Places, ranges, unusual_paths
+from dcp_plugin.core.format.index import CheckpointIndex, Entry, StoredValue
+from dcp_plugin.core.types import KeyPath
+
+
+def index_of(
+    entries: Iterable[tuple[str, Entry]], files: dict[str, int], paths: Mapping[str, KeyPath] | None = None
+) -> CheckpointIndex:
+    """Return the index of these entries. ``paths`` may name all keys; only those that differ from the default are
+    stored."""
+    keys, dtype_names, dtype, ndim, shape, chunk_ends, box = [], {}, [], [], [], [], []  # type: ignore[var-annotated]
+    locations: list[Location] = []
+    for key, entry in entries:
+        keys.append(key)
+        if isinstance(entry, StoredValue):
+            dtype.append(NO_TENSOR)
+            ndim.append(0)
+            locations.append(entry.location)
+        else:
+            dtype.append(dtype_names.setdefault(str(entry.dtype).removeprefix("torch."), len(dtype_names)))
+            ndim.append(len(entry.shape))
+            shape.extend(entry.shape)
+            for chunk in entry.chunks:
+                box.extend((*chunk.offsets, *chunk.sizes))
+                locations.append(chunk.location)
+        chunk_ends.append(len(locations))
+    columns: dict[str, Column] = {
+        "dtype": np.array(dtype, np.uint8),
+        "ndim": np.array(ndim, np.uint8),
+        "shape": np.array(shape, np.int64),
+        "chunk_ends": np.array(chunk_ends, np.int64),
+        "box": np.array(box, np.int64),
+    }
+    table = KeyColumns(keys, list(dtype_names), unusual_paths(paths or {}), columns)
+    return CheckpointIndex.of(table, Places.of(locations), files)
+
+
+def selected(
+    index: CheckpointIndex, names: Mapping[str, str], paths: Mapping[str, KeyPath], below: str = ""
+) -> CheckpointIndex:
+    """Return the index of some keys under other names.
+
+    Args:
+        names: The new name of each key, and its name in ``index``. A key may get several.
+        paths: The paths of the new names that do not follow the default.
+        below: Path of the files relative to the folder of the new index.
+    """
+    table = index.table
+    slots = np.array([index.slots[key] for key in names.values()], np.int64)
+    ndim, counts = table.columns["ndim"][slots].astype(np.int64), np.diff(table.chunk_starts)[slots]
+    columns = {
+        **{name: table.columns[name][slots] for name in ("dtype", "ndim")},
+        "shape": table.columns["shape"][ranges(table.shape_starts[slots], ndim)],
+        "chunk_ends": np.cumsum(counts),
+        "box": table.columns["box"][ranges(table.box_starts[slots], 2 * ndim * counts)],
+    }
+    files = {posixpath.join(below, name): size for name, size in index.files.items()}
+    places = replace(index.places, files=list(files), linkable=()).take(ranges(table.chunk_starts[slots], counts))
+    made = CheckpointIndex.of(KeyColumns(list(names), table.dtypes, unusual_paths(paths), columns), places, files)
+    made.transforms = {
+        (posixpath.join(below, name), at): descriptors for (name, at), descriptors in index.transforms.items()
+    }
+    made.strides = {new: index.strides[key] for new, key in names.items() if key in index.strides}
+    made.empty = [new for new, key in names.items() if key in index.empty] if index.empty else ()
+    return made
+
+
+def renamed(index: CheckpointIndex, names: Mapping[str, str], below: str = "") -> CheckpointIndex:
+    """Return the index of the keys whose first segment is in ``names``, with another first segment.
+
+    Args:
+        names: The new name of each first segment.
+        below: As in :func:`selected`.
+    """
+    keys: dict[str, str] = {}
+    paths: dict[str, KeyPath] = {}
+    for key in index:
+        first, dot, remainder = key.partition(".")
+        if first in names:
+            new = names[first] + dot + remainder
+            keys[new] = key
+            paths[new] = (names[first], *index.path_of(key)[1:])
+    return selected(index, keys, paths, below)
+
+
+def joined(index: CheckpointIndex, other: CheckpointIndex) -> CheckpointIndex:
+    """Return the index of the keys of both. No key and no file may be in both."""
+    table = _joined_tables(index.table, other.table)
+    both = CheckpointIndex.of(table, Places.joined((index.places, other.places)), {**index.files, **other.files})
+    both.transforms, both.strides = {**index.transforms, **other.transforms}, {**index.strides, **other.strides}
+    both.extra_files, both.label = index.extra_files, index.label
+    both.empty = [*index.empty, *other.empty]
+    return both
+
+
+def _joined_tables(first: KeyColumns, second: KeyColumns) -> KeyColumns:
+    dtypes = list(dict.fromkeys((*first.dtypes, *second.dtypes)))
+    numbers = np.full(NO_TENSOR + 1, NO_TENSOR, np.uint8)
+    numbers[: len(second.dtypes)] = [dtypes.index(name) for name in second.dtypes]
+    columns = {name: np.concatenate((first.columns[name], second.columns[name])) for name in ("ndim", "shape", "box")}
+    columns["dtype"] = np.concatenate((first.columns["dtype"], numbers[second.columns["dtype"]]))
+    ends = second.columns["chunk_ends"] + first.chunk_starts[-1]
+    columns["chunk_ends"] = np.concatenate((first.columns["chunk_ends"], ends))
+    return KeyColumns([*first.keys, *second.keys], dtypes, {**second.paths, **first.paths}, columns)

@@ -1,0 +1,374 @@
+"""Item table of a checkpoint: the file, place and hashes of every key.
+
+The table is a set of numpy columns, the same in memory and on disk (:mod:`~dcp_plugin.core.format.index_file` describes
+them). A million items open by mapping arrays; an entry becomes a Python object only when a caller asks for its key.
+
+Two items may be the same bytes (tied weights, equal values): then all their columns agree.
+:meth:`CheckpointIndex.validate` refuses any other overlap, and any range outside a file, before a byte is used. Its
+checks run over full columns, so a million items take a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint, some
+from dcp_plugin.core.format.columns import (
+    NO_TENSOR,
+    ROWS_IN_CACHE,
+    Column,
+    KeyColumns,
+    Location,
+    Places,
+    in_all,
+    in_any,
+    order_of,
+    partitioned,
+    product,
+    totals,
+)
+from dcp_plugin.core.types import KeyPath, Shape
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+__all__ = ["CheckpointIndex", "Entry", "Location", "StoredChunk", "StoredTensor", "StoredValue"]
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """Box of a stored tensor, and the item that holds it."""
+
+    offsets: Shape
+    sizes: Shape
+    location: Location
+
+
+class _Chunks(Sequence[StoredChunk]):
+    """Chunks of a key; each becomes an object when the caller asks for it."""
+
+    def __init__(self, index: CheckpointIndex, slot: int) -> None:
+        self.parent, self._slot = index, slot
+
+    @functools.cached_property
+    def _boxes(self) -> tuple[Column, Column]:
+        return self.parent.table.boxes_of(self._slot)
+
+    def __len__(self) -> int:
+        return len(self._boxes[0])
+
+    def __getitem__(self, number: Any) -> Any:
+        at, (offsets, sizes) = range(len(self))[number], self._boxes
+        location = self.parent.location(int(self.parent.table.chunk_starts[self._slot]) + at)
+        return StoredChunk(tuple(offsets[at].tolist()), tuple(sizes[at].tolist()), location)
+
+    def at(self, offsets: Shape) -> StoredChunk | None:
+        """Return the chunk that begins at ``offsets``."""
+        if len(offsets) != self._boxes[0].shape[1]:
+            return None
+        matches = np.flatnonzero(in_all(self._boxes[0] == offsets))
+        return self[int(matches[0])] if len(matches) else None
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    dtype: torch.dtype
+    shape: Shape
+    chunks: Sequence[StoredChunk]
+
+    @property
+    def stored_whole(self) -> bool:
+        """True if the tensor is stored as one item of its own class (:mod:`dcp_plugin.core.tensors.kinds`).
+
+        It is False for a stock checkpoint, whose index does not record this: only reading the item shows it.
+        """
+        location = self.chunks[0].location if self.chunks else None
+        return location is not None and location.payload_offset is None and location.payload_length > 0
+
+    def empty(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Allocate a tensor of this shape, by default on the host and of the stored dtype.
+
+        Raises:
+            UnsafeCheckpoint: :meth:`CheckpointIndex.require_bounded` refuses the checkpoint.
+        """
+        if isinstance(self.chunks, _Chunks):
+            self.chunks.parent.require_bounded()
+        import torch
+
+        return torch.empty(self.shape, dtype=dtype or self.dtype, device=device)
+
+    def chunk_at(self, offsets: Shape, hint: int | None = None) -> StoredChunk | None:
+        """Return the chunk that begins at ``offsets``; ``hint`` is its number, if the planner knows it."""
+        if hint is not None and hint < len(self.chunks) and self.chunks[hint].offsets == offsets:
+            return self.chunks[hint]
+        assert isinstance(self.chunks, _Chunks), "only the entries of an index are searched"
+        return self.chunks.at(offsets)
+
+
+@dataclass(frozen=True)
+class StoredValue:
+    """Value that is no tensor, stored as ``torch.save`` bytes."""
+
+    location: Location
+
+
+Entry = StoredTensor | StoredValue
+
+
+def places_of(entry: Entry) -> tuple[tuple[str, int], ...]:
+    """Return file and offset of each item of an entry. Tied weights have the same."""
+    locations = [chunk.location for chunk in entry.chunks] if isinstance(entry, StoredTensor) else [entry.location]
+    return tuple((location.file, location.offset) for location in locations)
+
+
+class CheckpointIndex(Mapping[str, Entry]):
+    """All entries of a checkpoint by key, in the order of the save."""
+
+    def __init__(self, table: KeyColumns, columns: dict[str, Column], files: dict[str, int], blocks: Column) -> None:
+        self.table = table
+        self.columns = columns
+        """All columns: those of the table, and those of the items."""
+        self.files = files
+        """Data files and their sizes in bytes."""
+        self.linkable: Collection[str] = ()
+        """Data files that later saves are meant to link, see :class:`~dcp_plugin.core.format.columns.Places`."""
+        self.transforms: dict[tuple[str, int], tuple[str, ...]] = {}
+        """Transforms that torch must undo to read an item, by file and offset. Only stock checkpoints have such
+        items."""
+        self.strides: dict[str, Shape] = {}
+        """Strides of the tensors that are not row-major, by key. Only ``torch.save`` files have such tensors."""
+        self.values_here: dict[str, Any] = {}
+        """Values that were read with the index, by key. Only ``torch.save`` files have such values."""
+        self.left_out: dict[str, str] = {}
+        """Keys not stored because the base, another checkpoint, has the same bytes, and the keys in the base."""
+        self.rounded: dict[str, str] = {}
+        """Keys in :attr:`left_out` that the base has with more exact numbers, and their dtype."""
+        self.empty: Collection[str] = ()
+        """Keys of empty mappings.
+
+        Stock stores no such keys. It takes a checkpoint that has them for a checkpoint of torch 2.3, and looks for the
+        keys that this version made.
+        """
+        self.extra_files: dict[str, str] = {}
+        """Extra files next to the data files, and the text that :mod:`~dcp_plugin.core.storage.published` compares for
+        each."""
+        self.planner_data: tuple[Any, ...] = ()
+        """The ``planner_data`` of another tool's planner, as a tuple of one; empty if it is the paths of keys."""
+        self.storage_meta: StorageMeta | None = None
+        """Note of stock's writer about its save."""
+        self.label = ""
+        """Name of the checkpoint in messages."""
+        self.file_names = list(files)
+        self._entries: dict[str, Entry] = {}
+        self.slots = table.slots
+        """Number of each key."""
+        self.block_starts = np.concatenate(([0], np.cumsum(blocks)))
+        """Position at which the hashes of each chunk begin, and the end of the last."""
+
+    @functools.cached_property
+    def version(self) -> str | None:
+        """Version of DCP's layout that the ``.metadata`` names; None before torch 2.9."""
+        from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+
+        return CURRENT_DCP_VERSION
+
+    def __getitem__(self, key: str) -> Entry:
+        if (entry := self._entries.get(key)) is None:
+            slot = self.slots[key]
+            if (dtype := self.table.dtype_of(slot)) is None:
+                entry = StoredValue(self.location(int(self.table.chunk_starts[slot])))
+            else:
+                entry = StoredTensor(dtype, self.table.shape_of(slot), _Chunks(self, slot))
+            self._entries[key] = entry
+        return entry
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.slots)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def under(self, prefix: str) -> list[str]:
+        """Return the keys that start with ``prefix``, in the order of the index."""
+        first = bisect_left(self._sorted, prefix)
+        # The prefix with its last character increased sorts right after all keys that start with the prefix.
+        last = bisect_left(self._sorted, prefix[:-1] + chr(ord(prefix[-1]) + 1), lo=first)
+        return sorted(self._sorted[first:last], key=self.slots.__getitem__)
+
+    @functools.cached_property
+    def _sorted(self) -> list[str]:
+        return sorted(self.slots)
+
+    def path_of(self, key: str) -> KeyPath:
+        """Return the path of the key in the nested state."""
+        return self.table.path_of(key)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all payloads; a payload that several keys share counts once."""
+        file, (offset, _, _, payload_length) = self.columns["file"], self.columns["place"].T
+        order = np.lexsort((offset, file))
+        first = (np.diff(file[order], prepend=-1) != 0) | (np.diff(offset[order], prepend=-1) != 0)
+        return int(payload_length[order][first].sum())
+
+    def location(self, chunk: int) -> Location:
+        return self.places.location(chunk)
+
+    def rename_files(self, name_of: Callable[[str], str]) -> None:
+        """Give the data files other names; their bytes stay the same."""
+        self.files = {name_of(name): size for name, size in self.files.items()}
+        self.file_names[:] = self.files
+        self.linkable = set(map(name_of, self.linkable))
+
+    @classmethod
+    def of(cls, table: KeyColumns, places: Places, files: dict[str, int]) -> CheckpointIndex:
+        """Return the index of a table whose chunks are at these places, in the same order."""
+        try:
+            keys = list(map(str.encode, table.keys))
+        except UnicodeEncodeError as error:
+            raise CheckpointMismatch(
+                f"the key {error.object!r} has half of a surrogate pair, which no file holds as text. Rename the key."
+            ) from error
+        file_ids = {name: number for number, name in enumerate(files)}
+        renumbered = np.array([file_ids[name] for name in places.files], np.int32)
+        columns = {
+            **table.columns,
+            "keys": np.frombuffer(b"".join(keys), np.uint8),
+            "key_ends": np.cumsum(np.fromiter(map(len, keys), np.int64, len(keys))),
+            "file": renumbered[places.file],
+            "place": places.place,
+            "frame": places.frame,
+            "hash": places.hash,
+        }
+        index = cls(table, columns, files, places.blocks)
+        index.linkable = places.linkable
+        return index
+
+    @functools.cached_property
+    def places(self) -> Places:
+        """Places of the items."""
+        items = {name: self.columns[name] for name in ("file", "place", "frame", "hash")}
+        return Places(self.file_names, blocks=np.diff(self.block_starts), linkable=self.linkable, **items)
+
+    def require_bounded(self, keys: Iterable[str] | None = None) -> None:
+        """Check that the tensors take about as much memory as the files hold.
+
+        In a file of a kilobyte, a tensor with a stride of 0 can have any size, and a million keys can name one tensor.
+
+        Args:
+            keys: The tensors that are given memory; all if None.
+
+        Raises:
+            UnsafeCheckpoint: The tensors take more than :func:`dcp_plugin.core.format.pickles.walk.allowance`.
+        """
+        nbytes = self.table.nbytes
+        if keys is not None:
+            nbytes = nbytes[[self.slots[key] for key in keys]]
+        held = sum(self.files.values())
+        from dcp_plugin.core.format.pickles.walk import allowance  # late, since it imports torch
+
+        if nbytes.sum() > allowance(held):
+            largest = self.table.keys[int(np.argmax(self.table.nbytes))]
+            raise UnsafeCheckpoint(
+                f"{self.label}: the tensors take {nbytes.sum() / 2**30:.1f} GiB of memory, and "
+                f"{some(list(self.files))} hold {held} bytes; the largest tensor is {largest}. If you trust the "
+                f"checkpoint, load it into tensors that you allocate (dcp_plugin.load), or select fewer keys."
+            )
+
+    def validate(self, label: str, shares_bytes: bool = False) -> None:
+        """Check every item against the sizes of the files that the index lists, and every box against its tensor.
+
+        Args:
+            label: Name of the checkpoint in messages.
+            shares_bytes: Items may overlap, because they are views of the same storages.
+
+        Raises:
+            CheckpointCorrupt: A check failed; the message names file and key.
+        """
+        columns, self.label = self.columns, label
+        for name in (*self.files, *self.extra_files):
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name:
+                raise CheckpointCorrupt(f"{label}: the index names {name!r}, which is outside the checkpoint")
+        file = columns["file"]
+        if len(file) == 0:
+            return
+        if file.min() < 0 or file.max() >= len(self.files):
+            raise CheckpointCorrupt(f"{label}: an item is in a file that the index does not list")
+        sizes = np.array(list(self.files.values()), np.int64)
+        outside = np.empty(len(file), bool)
+        for first in range(0, len(file), ROWS_IN_CACHE):
+            some = slice(first, first + ROWS_IN_CACHE)
+            offset, length, payload_offset, payload_length = np.ascontiguousarray(columns["place"][some].T)
+            outside[some] = (
+                (offset < 0)
+                | (length < 0)
+                | (offset > sizes[file[some]] - length)
+                | (payload_length < 0)
+                | (np.maximum(payload_offset, 0) > length - payload_length)
+            )
+        for bad, fault in (
+            (outside, "lies outside its file or item"),
+            (_overlapping(columns) & (not shares_bytes), "overlaps another item"),
+        ):
+            if bad.any():
+                chunk = int(np.argmax(bad))
+                key = self.table.keys[int(np.searchsorted(columns["chunk_ends"], chunk, side="right"))]
+                raise CheckpointCorrupt(f"{label}: {key} in {list(self.files)[file[chunk]]} {fault}")
+        _check_boxes(self.table, columns["place"], label)
+
+
+def _overlapping(columns: dict[str, Column]) -> Column:
+    """Return which items begin before the previous item ends, except aliases, which agree in all columns."""
+    file, place = columns["file"], columns["place"]
+    for keys in ((file,), (file, place[:, 0], place[:, 1])):  # the items of a file are mostly in its order already
+        order = order_of(*keys)
+        same_file, (offset, length) = np.diff(file[order]) == 0, place[:, :2].take(order, axis=0).T
+        further, longer = np.diff(offset), np.diff(length)
+        if not (same_file & ((further < 0) | ((further == 0) & (longer < 0)))).any():
+            break
+    at = np.flatnonzero(same_file & (further < length[:-1]))
+    overlapping = np.zeros(len(file), bool)
+    overlapping[order[at + 1]] = (place[order[at]] != place[order[at + 1]]).any(axis=1)
+    return overlapping
+
+
+def _check_boxes(table: KeyColumns, place: Column, checkpoint: str) -> None:
+    no_tensor = table.columns["dtype"] == NO_TENSOR
+    counts = np.diff(table.chunk_starts)
+    for slot in np.flatnonzero(no_tensor & (counts != 1)).tolist():
+        raise CheckpointCorrupt(f"{checkpoint}: {table.keys[slot]} is a value with {counts[slot]} items instead of 1")
+    if (no_tensor & (table.columns["ndim"] > 0)).any():
+        raise CheckpointCorrupt(f"{checkpoint}: a value has dimensions")
+    for slots, chunks, boxes in table.by_ndim():
+        of = np.repeat(np.arange(len(slots)), counts[slots])
+        ndim = boxes.shape[2]
+        shape = table.columns["shape"][table.shape_starts[slots][:, None] + np.arange(ndim)]
+        offsets, sizes = boxes[:, 0], boxes[:, 1]
+        outside = in_any((offsets < 0) | (sizes < 0) | (sizes > np.repeat(shape, counts[slots], axis=0) - offsets))
+        absurd = (shape < 0).any(axis=1) | (shape.astype(float).prod(axis=1) > 1 << 60)
+        for slot in np.sort(np.concatenate((of[outside], np.flatnonzero(absurd))))[:1].tolist():
+            raise CheckpointCorrupt(
+                f"{checkpoint}: a chunk of {table.keys[slots[slot]]} lies outside its shape {tuple(shape[slot])}"
+            )
+        volumes = product(sizes)
+        total = totals(volumes, of, len(slots))
+        wrong = (total != product(shape)) | ~partitioned(offsets, sizes, shape, of, len(slots))
+        for slot in np.flatnonzero(wrong & ~no_tensor[slots])[:1].tolist():
+            raise CheckpointCorrupt(
+                f"{checkpoint}: the chunks of {table.keys[slots[slot]]} do not add up to its shape "
+                f"{tuple(shape[slot])}: some are missing, or chunks overlap"
+            )
+        expected = volumes * table.itemsizes[table.columns["dtype"][slots]][of]
+        misfit = (place[chunks, 2] >= 0) & (place[chunks, 3] != expected) & ~no_tensor[slots][of]
+        for slot in of[misfit][:1].tolist():
+            raise CheckpointCorrupt(
+                f"{checkpoint}: an item of {table.keys[slots[slot]]} has the wrong size for its shape"
+            )

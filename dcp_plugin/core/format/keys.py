@@ -1,0 +1,398 @@
+"""Conversion of nested state to flat keys, and back.
+
+A key is the path joined by dots, as in stock DCP: mappings are walked, lists are walked only if they hold tensors or
+mappings, and a tuple is one value. The caller chooses the rule that decides which containers are walked:
+
+- :func:`walked_by_us`: our own saves. Empty mappings, which stock loses, are one value, and so are mappings without
+  tensors whose keys a path cannot hold. A tuple or list with sharded tensors is walked, because one value could not
+  hold them.
+- :func:`walked_by_stock`: saves that ``torch.distributed.checkpoint`` drives. Its loads have the same containers.
+- :func:`walked_as_stored`: loads. The checkpoint determines which containers are one value. Up to 0.1.0 we walked
+  tuples with tensors and stored a ``Counter`` as one value, and torch before 2.4 did so with all mappings without
+  tensors.
+
+The key of a :class:`LocalSlot` also names its rank and its part of the parameter.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from dcp_plugin.core.errors import CheckpointMismatch
+from dcp_plugin.core.format.columns import MAPPING_CLASSES, default_path
+from dcp_plugin.core.format.pickles.walk import FEW
+from dcp_plugin.core.format.values import PLAIN, mapping_class
+from dcp_plugin.core.tensors._torch import DTensor, ShardedTensor, is_tensor
+from dcp_plugin.core.types import KeyPath, Shape
+
+Walks = Callable[[str, Any], bool]
+"""Rule that returns whether the container of a key is walked (True) or is one value (False)."""
+
+
+def walked_by_us(key: str, value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return bool(value) and (all(map(_fits_path, value)) or _holds_tensors(value))
+    return _is_walked_list(value) or (type(value) in (list, tuple) and holds_sharded(value))
+
+
+def walked_by_stock(key: str, value: Any) -> bool:
+    return bool(value) if isinstance(value, Mapping) else walked_by_us(key, value)
+
+
+def walked_as_stored(stored: Collection[str]) -> Walks:
+    """Return a rule that walks the containers that the checkpoint has in parts; others are walked as in a save.
+
+    Args:
+        stored: The keys of the checkpoint.
+    """
+
+    def walked(key: str, value: Any) -> bool:
+        if walked_by_us(key, value):
+            return key not in stored or has_keys_below(key, stored)
+        may_be_walked = isinstance(value, Mapping) or type(value) in (list, tuple)
+        return may_be_walked and bool(value) and key not in stored and has_keys_below(key, stored)
+
+    return walked
+
+
+def join(name: str, key: str) -> str:
+    """Return the full key of ``key`` relative to the object ``name``; the key ``""`` is the object itself."""
+    return f"{name}.{key}" if key else name
+
+
+def flatten(
+    tree: Mapping[str, Any], walks: Walks = walked_by_us, name: str = ""
+) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+    """Return the leaves of a nested state by key, and the path of each.
+
+    Args:
+        name: The key of ``tree``, for messages.
+
+    Raises:
+        CheckpointMismatch: Two leaves have the same key, as in ``{"a.b": 1, "a": {"b": 2}}``; or as
+            :func:`require_end`.
+    """
+    require_end(name, tree)
+    leaves: dict[str, Any] = {}
+    paths: dict[str, KeyPath] = {}
+    for key, path, leaf in _walk("", (), tree, walks):
+        if key in leaves:
+            raise CheckpointMismatch(f"two values of the state have the key {key!r} (paths {paths[key]} and {path})")
+        leaves[key], paths[key] = leaf, path
+    return leaves, paths
+
+
+def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> dict[str, Any]:
+    """Return the nested state of leaves and their paths: the inverse of :func:`flatten`."""
+    root: dict[Any, Any] = {}
+    for key, leaf in leaves.items():
+        node, (*above, last) = root, paths[key]
+        for depth, part in enumerate(above, 1):
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise CheckpointMismatch(
+                    f"{key} lies below {name_of(above[:depth])}, which is a value itself: ranks saved values of "
+                    f"different kinds under one name. Save the same kind on every rank, and mark it with PerRank on "
+                    f"all ranks or on none."
+                )
+        node[last] = _Leaf(leaf)
+    return _mapping({str(part) if isinstance(part, int) else part: node for part, node in root.items()})
+
+
+class _Leaf:
+    """Mark of a leaf, which may be a dict, among the nodes of a tree."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def with_types_of(current: Any, tree: Any) -> Any:
+    """Return a tree whose plain dicts have the classes (OrderedDict, defaultdict, Counter) of the current state.
+
+    A dict of another class keeps it: the save stored that class.
+    """
+    if isinstance(current, Mapping) and isinstance(tree, dict):
+        children = {key: with_types_of(current.get(key), child) for key, child in tree.items()}
+        like = current if type(tree) is dict else tree
+        return of_class_of(like, children) if isinstance(like, dict) else children
+    if type(current) is type(tree) and type(tree) in (list, tuple) and len(current) == len(tree):
+        return type(tree)(map(with_types_of, current, tree))
+    return tree
+
+
+def of_class_of(like: dict[Any, Any], children: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a dict of the class of ``like`` with other items."""
+    if type(like) is dict:
+        return children
+    copied = copy.copy(like)
+    copied.clear()
+    copied.update(children)
+    return copied
+
+
+def with_keys_of(current: KeyPath | None, path: KeyPath) -> KeyPath:
+    """Return a stored path with the keys of the current state.
+
+    Stock stores every key as text. So keys that are no text, and keys with dots, which the checkpoint has as several
+    steps, are taken from the state.
+    """
+    if current is None:
+        return path
+    if [str(step_of(part)) for part in current] != [str(step_of(part)) for part in path]:
+        return current
+    return tuple(
+        own_part
+        if isinstance(own_part, tuple) and own_part[0] != "t" and (part == str(own_part[1]) or not _fits_path(own_part))
+        else part
+        for own_part, part in zip(current, path, strict=True)
+    )
+
+
+def paths_as_stored(
+    keys: Iterable[str], current: Mapping[str, KeyPath], stored: Mapping[str, KeyPath]
+) -> dict[str, KeyPath]:
+    """Return the path of each stored key: the stored path, with the keys of the current state (:func:`with_keys_of`).
+
+    Args:
+        current: The paths of the current state.
+        stored: The paths in the checkpoint; a key may be missing.
+    """
+    return {
+        key: with_keys_of(current.get(key), stored[key]) if key in stored else current.get(key, default_path(key))
+        for key in keys
+    }
+
+
+def has_keys_below(key: str, stored: Iterable[str]) -> bool:
+    """Return whether a stored key is below ``key``; every other key is below the empty key."""
+    return any(other != key and (not key or other.startswith(f"{key}.")) for other in stored)
+
+
+def step_of(part: Any) -> Any:
+    """Return the key or index that a part of a :data:`KeyPath` stands for."""
+    return part[1] if isinstance(part, tuple) else part
+
+
+def name_of(path: Iterable[Any]) -> str:
+    """Return the key of a path: its steps, joined by dots."""
+    return ".".join(str(step_of(part)) for part in path)
+
+
+def _restore(node: Any) -> Any:
+    """Return the tree below a node, with lists and tuples for nodes whose keys are positions."""
+    if isinstance(node, _Leaf):
+        return node.value
+    if all(isinstance(part, int) for part in node):
+        return [_restore(node[part]) for part in sorted(node)]
+    if all(isinstance(part, tuple) and part[0] == "t" for part in node):
+        return tuple(_restore(node[part]) for part in sorted(node, key=lambda part: int(part[1])))
+    return _mapping(node)
+
+
+def _mapping(node: Mapping[Any, Any]) -> dict[Any, Any]:
+    kinds = (part[0] for part in node if isinstance(part, tuple))
+    mapping = MAPPING_CLASSES.get(next(kinds, ""), dict)()
+    for part, child in node.items():
+        mapping[step_of(part)] = _restore(child)
+    return mapping
+
+
+def _walk(key: str, path: KeyPath, value: Any, walks: Walks) -> Iterator[tuple[str, KeyPath, Any]]:
+    if path and not (isinstance(value, (Mapping, list, tuple)) and walks(key, value)):
+        yield key, path, value
+        return
+    front = f"{key}." if path else ""
+    for part, child in _children(path, value):
+        yield from _walk(front + str(step_of(part)), (*path, part), child, walks)
+
+
+def _children(path: KeyPath, value: Any) -> Iterator[tuple[Any, Any]]:
+    if not isinstance(value, Mapping):
+        for position, child in enumerate(value):
+            yield ("t", position) if isinstance(value, tuple) else position, child
+        return
+    kind = mapping_class(value)
+    for key, child in value.items():
+        step = key if isinstance(key, str) else _as_step(key)
+        if step == "":
+            raise CheckpointMismatch(f"the state has an empty key at {'.'.join(map(str, path)) or 'its root'}")
+        yield step if isinstance(step, str) and not kind else (kind or "k", step), child
+
+
+def require_names(key: str, target: Any, loaded: Any) -> None:
+    """Require that a loaded value has all names of the mapping that it is loaded into.
+
+    Raises:
+        CheckpointMismatch: The value lacks a name.
+    """
+    if isinstance(target, Mapping):
+        missing = next((name for name in target if not (isinstance(loaded, Mapping) and name in loaded)), None)
+        if missing is not None:
+            raise CheckpointMismatch(f"{join(key, str(missing))} is not in the checkpoint")
+
+
+def is_empty_mapping(value: Any) -> bool:
+    """Return whether a value is an empty mapping, for which stock stores no key."""
+    return isinstance(value, Mapping) and not value
+
+
+def holds_sharded(value: Any) -> bool:
+    """Return whether a container that is stored as one value holds a DTensor or ShardedTensor."""
+    todo, seen = [value], set()
+    while todo:
+        node = todo.pop()
+        if isinstance(node, (DTensor, ShardedTensor)):
+            return True
+        if isinstance(node, (Mapping, list, tuple, set)) and id(node) not in seen:
+            seen.add(id(node))
+            todo += node.values() if isinstance(node, Mapping) else node
+    return False
+
+
+def as_stored(key: str, path: KeyPath) -> KeyPath:
+    """Return a path as a checkpoint holds it: with the text of the steps that a file cannot hold.
+
+    Raises:
+        CheckpointMismatch: The text of a step is another one in the next process.
+    """
+    if all(map(_fits_path, path)):
+        return path
+    for step in map(step_of, path):
+        if hex(id(step)) in str(step) or (isinstance(step, frozenset) and len(step) > 1):
+            raise CheckpointMismatch(
+                f"{key} is under a key of type {type(step).__name__}, by which no later process would find it again. "
+                f"Use text or a number as the key."
+            )
+    return tuple(
+        part if _fits_path(part) else str(part[1]) if part[0] == "k" else (part[0], str(part[1])) for part in path
+    )
+
+
+def require_end(name: str, tree: Any) -> None:
+    """Require that a walk over nested containers ends: that none contains itself, and that shared ones are few.
+
+    A save, a load and a comparison take each path to a container. So a container counts once for each path, as in
+    :mod:`dcp_plugin.core.format.pickles.walk`.
+
+    Args:
+        name: The key of ``tree``; empty for the state itself.
+
+    Raises:
+        CheckpointMismatch: The walk would not end, or Python cannot walk so many containers in each other.
+    """
+    if not isinstance(tree, _CONTAINERS):
+        return
+    parts = _Parts()
+    try:
+        parts.below(name, tree)
+    except RecursionError as error:
+        raise too_deep(next(filter(None, parts.above.values()), "")) from error
+
+
+def too_deep(name: str) -> CheckpointMismatch:
+    """Return the error for a key with containers that Python cannot walk."""
+    return CheckpointMismatch(f"{name or 'the state'} has too many containers in each other{_CANNOT}")
+
+
+class _Parts:
+    """Counter of the parts of containers, each counted once for each path that leads to it."""
+
+    def __init__(self) -> None:
+        self.above: dict[int, str] = {}
+        """Keys of the containers around the current one, by ``id``."""
+        self._counts: dict[int, int] = {}
+        self._once = 0
+        """Number of parts, each counted once."""
+
+    def below(self, key: str, node: Any) -> int:
+        """Return the number of parts below a container, whose key is ``key``."""
+        if id(node) in self._counts:
+            return self._counts[id(node)]
+        if id(node) in self.above:
+            raise CheckpointMismatch(f"{key} is {self.above[id(node)] or 'the state'}, which contains it{_CANNOT}")
+        self.above[id(node)] = key
+        count = len(node)
+        self._once += count
+        for step, child in node.items() if isinstance(node, Mapping) else enumerate(node):
+            if type(child) not in _WITHOUT_PARTS and isinstance(child, _CONTAINERS):
+                count += self.below(f"{key}.{step}".removeprefix("."), child)
+        if count > max(FEW, _MOST_PATHS * self._once):
+            raise CheckpointMismatch(
+                f"{key or 'the state'} has {count} parts, counted once for each path that leads to them, since "
+                f"containers in it are shared{_CANNOT}"
+            )
+        del self.above[id(node)]
+        self._counts[id(node)] = count
+        return count
+
+
+_CANNOT = ": it cannot be saved or loaded. Leave it out of the state."
+_MOST_PATHS = 8
+"""Paths to each part, on average, of a state with more than ``FEW`` parts: a pickle takes as many bytes for a part."""
+_CONTAINERS = (Mapping, list, tuple, set, frozenset)
+_WITHOUT_PARTS = PLAIN | {torch.Tensor, torch.nn.Parameter}
+
+
+def _as_step(key: Any) -> Any:
+    """Return the key of a mapping as the path of a state has it."""
+    return int(key) if isinstance(key, np.integer) else key
+
+
+_STEPS = (str, int, float, np.integer, type(None))
+
+
+def _fits_path(key: Any) -> bool:
+    """Return whether a path can hold the key of a mapping."""
+    return isinstance(key, _STEPS) or (type(key) is tuple and all(map(_fits_path, key)))
+
+
+def _is_walked_list(value: Any) -> bool:
+    """Return whether stock walks a list: it, or a list in it, holds a mapping or a tensor."""
+    return isinstance(value, list) and any(
+        is_tensor(child) or isinstance(child, Mapping) or _is_walked_list(child) for child in value
+    )
+
+
+def _holds_tensors(values: Any) -> bool:
+    children = values.values() if isinstance(values, Mapping) else values
+    return any(
+        is_tensor(child) or (isinstance(child, (list, tuple, Mapping)) and _holds_tensors(child)) for child in children
+    )
+
+
+_LOCAL = re.compile(r"(?P<slot>.+)\.rank(?P<rank>\d+)\((?P<begin>[\d,]*):(?P<end>[\d,]*)\)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class LocalSlot:
+    """Slot of an optimizer's state in which each rank has its own part of the parameter."""
+
+    slot: str
+    rank: int
+    box: tuple[Shape, Shape]
+    """Begin and end of the part of the parameter, in each dimension."""
+
+    def __str__(self) -> str:
+        begin, end = (",".join(map(str, edge)) for edge in self.box)
+        return f"{self.slot}.rank{self.rank}({begin}:{end})"
+
+    @classmethod
+    def parse(cls, name: str) -> LocalSlot | None:
+        """Return the slot of a name; None if the name has no rank, because all ranks share it."""
+        match = _LOCAL.fullmatch(name)
+        if match is None:
+            return None
+        begin, end = (tuple(int(number) for number in match[edge].split(",") if number) for edge in ("begin", "end"))
+        return cls(match["slot"], int(match["rank"]), (begin, end))
+
+
+def without_rank(key: str) -> str:
+    """Return a key without the rank and the part that its last segment may name."""
+    return slot.slot if (slot := LocalSlot.parse(key)) else key

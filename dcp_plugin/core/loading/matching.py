@@ -1,0 +1,468 @@
+"""The match between targets and stored keys, complete before a byte is overwritten.
+
+A load executes the match, and ``dcp-plugin load-plan`` prints it. Problems are collected, so that a single error names
+all of them. Ranks may hold different keys, as pipeline stages do. Each rank therefore matches its own objects.
+
+Most loads find all keys of the state in the checkpoint, under the same names, and no others. Two modules are for the
+other loads, and are imported for them: :mod:`~dcp_plugin.core.loading.renames` if keys have other names, and
+:mod:`~dcp_plugin.core.loading.differences` if keys are on one side only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from dcp_plugin.core.errors import CheckpointMismatch, some
+from dcp_plugin.core.format.columns import NO_TENSOR, default_path
+from dcp_plugin.core.format.index import CheckpointIndex, Entry
+from dcp_plugin.core.format.keys import join, without_rank
+from dcp_plugin.core.paths import Where
+from dcp_plugin.core.records import LoadReport, Match, OpenCheckpoint
+from dcp_plugin.core.state.adapters import OptimizerAdapter, StateAdapter, TreeAdapter, ValueAdapter
+from dcp_plugin.core.state.module_load import Deferred
+from dcp_plugin.core.tensors._torch import is_meta, is_tensor, sharded_value
+from dcp_plugin.core.types import KeyPath, LocalChunk, ShardedValue, Wanted
+
+if TYPE_CHECKING:
+    from dcp_plugin.core.loading.differences import Differences
+    from dcp_plugin.core.loading.renames import Renames
+    from dcp_plugin.core.partial import PartialLoad
+    from dcp_plugin.core.state.across_ranks import Union
+    from dcp_plugin.core.state.per_rank import RankEntry
+
+
+class LoadMode(Enum):
+    """Rule for data and Stateful objects whose tensors differ from those of the checkpoint."""
+
+    FILL = "fill"
+    """The target determines the loaded keys: its tensors must be in the checkpoint, with its shapes."""
+    RESTORE = "restore"
+    """The checkpoint determines the loaded keys: an object gets the tensors that it had at the save."""
+
+
+class KeyMap:
+    """The place of each key of one object in the checkpoint: its own key, below a name.
+
+    Args:
+        kind: ``"module"``, ``"optimizer"``, or any other text for data.
+        name: The name of the object in the checkpoint.
+    """
+
+    is_renamed = False
+    """True if any key may be stored under another name than the object's."""
+    unnamed_groups = False
+    """True if a stock optimizer's param groups are left out, because their keys have no FQN to rename."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        self.name = name
+        self.is_data = kind not in ("module", "optimizer")
+
+    def stored(self, key: str) -> str:
+        """Return the full key in the checkpoint for a key relative to the object."""
+        return join(self.name, key)
+
+    def entries(self, index: CheckpointIndex) -> tuple[dict[str, Entry], dict[str, KeyPath]]:
+        """Return the stored entries of the object by relative key, and the path of each key if it is known.
+
+        If the object's name itself is a stored key, its relative key is ``""``.
+        """
+        front = f"{self.name}."
+        full_keys = {"": self.name} if self.name in index else {}
+        full_keys |= {full.removeprefix(front): full for full in index.under(front) if full != front}
+        paths = {key: path_below("", front, index.path_of(full)) for key, full in full_keys.items()}
+        return self.entries_at(index, full_keys, paths)
+
+    def entries_at(
+        self, index: CheckpointIndex, full_keys: Mapping[str, str], paths: Mapping[str, KeyPath | None]
+    ) -> tuple[dict[str, Entry], dict[str, KeyPath]]:
+        """Return the result of :meth:`entries`, given the stored key of each relative key, and its path if that follows
+        from the stored path."""
+        at = {key: paths[key] or self.own_path(key) for key in full_keys}
+        return (
+            {key: index[full] for key, full in full_keys.items()},
+            {key: path for key, path in at.items() if path is not None},
+        )
+
+    def own_path(self, key: str) -> KeyPath | None:
+        """Return the path of a key whose path does not follow from the stored path. None for data, which knows its own
+        paths."""
+        if not key or self.is_data:
+            return None if key else ()
+        return default_path(key)
+
+
+def path_below(prefix: str, stored_prefix: str, path: KeyPath) -> KeyPath | None:
+    """Return the path of a relative key: the stored key's ``path`` with ``prefix`` in place of ``stored_prefix``. None
+    if ``stored_prefix`` ends inside a step, which may contain dots, as keys of a flat dictionary do."""
+    front = tuple(prefix.removesuffix(".").split(".")) if prefix else ()
+    text = ""
+    for depth, step in enumerate(path):
+        if text == stored_prefix:
+            return front + path[depth:]
+        text += f"{step[1] if isinstance(step, tuple) else step}."
+    return None
+
+
+def _overlapping(adapters: list[StateAdapter]) -> set[str]:
+    """Return the objects whose names overlap: one name begins with the other, as ``a.b`` begins with ``a``."""
+    outer = {a.name for a in adapters if not (isinstance(a, ValueAdapter) and a.is_leaf)}  # those with keys below
+    overlapping: set[str] = set()
+    for name in (adapter.name for adapter in adapters if outer):  # one pass: a state may have thousands of names
+        if above := outer.intersection(name[:at] for at, letter in enumerate(name) if letter == "."):
+            overlapping |= {name, *above}
+    return overlapping
+
+
+class Matching:
+    """Comparison of the objects of a state with a checkpoint.
+
+    Args:
+        path: The path of the load, for messages.
+        partial: The rules of a partial load; None for a load of everything, which converts dtypes.
+        strict: If true, missing and unexpected keys are errors, unless ``partial`` sets another policy.
+        dry_run: If true, nothing will be read, so targets on the meta device need no memory.
+        mode: Rule for tensors of data and Stateful objects.
+        objects: Name -> kind of the modules and optimizers of all ranks.
+
+    The attributes are what :class:`~dcp_plugin.core.loading.differences.Differences` needs to know of the match.
+    """
+
+    def __init__(
+        self,
+        path: Where,
+        opened: OpenCheckpoint,
+        partial: PartialLoad | None,
+        strict: bool,
+        dry_run: bool,
+        mode: LoadMode,
+        objects: Mapping[str, str],
+    ) -> None:
+        self.objects = objects
+        self.path, self.partial, self.strict, self.mode = path, partial, strict, mode
+        self._dry_run = dry_run
+        self._opened, self.index, self.summary, self._kinds = opened, opened.index, opened.summary, opened.kinds
+        self.adapters: list[StateAdapter] = []
+        self.names_here: list[str] = []
+        self.renames: Renames | None = None
+        """Rules for keys with other names in the checkpoint; None if all names are equal so far."""
+        self.key_maps: dict[str, KeyMap] = {}
+        self.optimizers: dict[str, list[str]] = {}
+        """Optimizers that are not stored under their names -> possible stored names."""
+        self.keys: list[str] = []
+        """Keys with which the patterns of a partial load are compared."""
+        self.lone: list[StateAdapter] = []
+        """Stateful objects that are not in the checkpoint."""
+        self.absent: list[str] = []
+        """A line for each object whose state the checkpoint cannot provide."""
+        self.match = Match({}, {}, {}, {}, LoadReport(path))
+        """The result of :meth:`run`; :class:`~dcp_plugin.core.loading.differences.Differences` adds to it."""
+
+    def run(self, adapters: list[StateAdapter]) -> list[str] | None:
+        """Match this rank's objects. Collective if a module contains FSDP1.
+
+        Returns:
+            Questions for all ranks: stored keys that only count as unexpected if no other rank takes them. An empty
+            list means that other findings of this rank depend on the keys of other ranks, or that it has warnings; None
+            means neither.
+        """
+        self.adapters, self.names_here = adapters, [adapter.name for adapter in adapters]
+        overlapping = _overlapping(adapters)
+        if self.partial is not None or overlapping:
+            self.renames = self._rules({a.name: frozenset(a.names()) for a in adapters if a.name in overlapping})
+        for adapter, name in self._names(adapters):
+            if isinstance(adapter, ValueAdapter) and name == adapter.name and self._is_plain(adapter):
+                self._take_plain(adapter)
+            else:
+                key_map, want = self._want(adapter, name)
+                if self.index.left_out:
+                    self._keep(adapter, key_map, want)
+                if want.unfit:
+                    self._leave_optimizer(adapter, want, f"{name!r} {want.unfit}")
+                elif isinstance(adapter, OptimizerAdapter) and (want.targets or want.extra or want.unexpected):
+                    self._judge_class(adapter, name, want)
+                self._select(adapter, key_map, want)
+                self.key_maps[adapter.name] = key_map
+        wants = self.match.wanted.values()
+        differs = any(want.missing or want.lacking or want.unexpected or want.extra for want in wants)
+        has_notes = self.absent or self.match.warnings
+        if not differs and not has_notes and (self.partial is None or not self.differences.idle()):
+            return None
+        return self.differences.questions()
+
+    def judge(self, union: Union | None) -> None:
+        """Add the problems and warnings to the match.
+
+        Args:
+            union: The answers of all ranks to the questions of all ranks; None if no rank has asked.
+        """
+        if union is None:
+            self.judge_dtypes()
+        else:
+            self.differences.judge(union)
+
+    def _rules(self, overlapping: Mapping[str, frozenset[str]]) -> Renames:
+        from dcp_plugin.core.loading.renames import Renames  # most loads find equal names
+
+        modules = [name for name, kind in self._kinds.items() if kind == "module"]
+        return Renames({} if self.partial is None else self.partial.rename, modules, overlapping)
+
+    @property
+    def differences(self) -> Differences:
+        """The differences between the keys. Each use makes the object anew: kept, it would be a cycle that keeps the
+        objects of the state alive."""
+        from dcp_plugin.core.loading.differences import Differences  # most loads find equal keys
+
+        return Differences(self)
+
+    def _is_plain(self, adapter: ValueAdapter) -> bool:
+        """Return whether a value is a tensor, the checkpoint has a tensor under its name, and no partial load changes
+        the match. A flat state has thousands of these; key maps for them would take most of the time of a load."""
+        slot = self.index.slots.get(adapter.name)
+        if self.partial is not None or slot is None or not adapter.is_tensor:
+            return False
+        return self.index.table.dtype_of(slot) is not None and not self.index.under(f"{adapter.name}.")
+
+    def _take_plain(self, adapter: ValueAdapter) -> None:
+        name, tensor = adapter.name, adapter.value
+        accepted = self.accept(name, tensor, None)
+        self.match.wanted[name] = Wanted({"": tensor} if accepted else {})
+        if accepted:
+            self.match.stored[name] = name
+
+    def _names(self, adapters: list[StateAdapter]) -> Iterable[tuple[StateAdapter, str]]:
+        """Yield each object with its name in the checkpoint: its own name, or that of the only object of its kind.
+        Per-rank values that stay as they are get no name and are left out.
+
+        An object is the only one of its kind if no rank has another, and the checkpoint has nothing under its name.
+        """
+        for adapter in adapters:
+            name = adapter.name
+            if (
+                self.mode is not LoadMode.RESTORE  # from a file, stock hands the object's weights to None
+                and name in self.objects
+                and isinstance(adapter, TreeAdapter)
+                and adapter.stands_for_nothing
+            ):
+                self.match.wanted[name] = Wanted()  # another rank has a module or an optimizer of this name
+                continue
+            if adapter.entry is not None and not self._is_about(adapter):
+                if (of_rank := self._name_on_rank(adapter.entry)) is not None:
+                    yield adapter, of_rank
+                continue
+            is_absent = (
+                adapter.kind in ("module", "optimizer")
+                and name not in self._kinds
+                and name not in self.index
+                and not self.index.under(f"{name}.")
+            )
+            if is_absent and not self._is_about(adapter):
+                others = {*self.objects, *self.names_here}
+                alike = [other for other, kind in self._kinds.items() if kind == adapter.kind and other not in others]
+                if len(alike) == 1 and list(self.objects.values()).count(adapter.kind) == 1:
+                    name = alike[0]
+                    self.warn(f"{self.path} has no {adapter.name!r}; its only {adapter.kind}, {name!r}, is loaded.")
+                elif adapter.kind == "optimizer":
+                    self.optimizers[name] = alike
+            yield adapter, name
+
+    def _name_on_rank(self, entry: RankEntry) -> str | None:
+        """Return the name in the checkpoint for a value of which each rank has its own; None if the value stays as it
+        is."""
+        from dcp_plugin.core.state.across_ranks import name_on_rank  # few states have such values
+
+        place = name_on_rank(entry, self.index, self.summary.world_size if self.summary else None)
+        if place.note:
+            self.warn(f"{self.path}{place.note}.")
+        self.keys += place.keys
+        if place.about and (self.partial is None or any(map(self.partial.selects, place.keys))):
+            if self.mode is LoadMode.RESTORE:
+                self.warn(f"{self.path}: {place.about}. To continue exactly, resume on {place.saved_by} ranks.")
+            else:
+                way_out = f"with strict=False, or in a resume_or_init. Else load on {place.saved_by} ranks"
+                self.absent.append(f"{place.about} {way_out}")
+            self.match.report.missing.extend([place.name] if place.is_kept else [])
+        if place.is_kept:
+            self.match.wanted[place.name] = Wanted()
+            return None
+        return place.name
+
+    def _want(self, adapter: StateAdapter, name: str) -> tuple[KeyMap, Wanted]:
+        key_map = KeyMap(adapter.kind, name) if self.renames is None else self.renames.of(adapter, name)
+        want = self._ask(adapter, key_map)
+        if want.targets and key_map.unnamed_groups:
+            self.warn(
+                f"{self.path} has the param groups of {name!r} as a list without names, which cannot be renamed: "
+                f"{adapter.name!r} keeps its own hyper-parameters."
+            )
+        if want.unmatched and not key_map.is_renamed and not self._is_about(adapter):
+            from dcp_plugin.core.loading.renames import find_prefix  # most loads find equal names
+
+            prefix = find_prefix(want.unmatched, key_map.entries(self.index)[0])
+            if prefix is not None:
+                self.renames = self.renames or self._rules({})
+                here, source = f"{adapter.name}.{prefix[0]}", f"{name}.{prefix[1]}"
+                self.warn(f"{self.path} has {source}* for {here}*: it is loaded from there.")
+                key_map = self.renames.of(adapter, name, prefix)
+                want = adapter.want(*key_map.entries(self.index))
+        return key_map, want
+
+    def _is_about(self, adapter: StateAdapter) -> bool:
+        """Return whether a rename of the user determines the place of an object."""
+        return self.renames is not None and self.renames.is_about(adapter)
+
+    def _judge_class(self, adapter: OptimizerAdapter, name: str, want: Wanted) -> None:
+        """Warn if the state is that of another optimizer class. If this optimizer cannot use it, nothing is loaded."""
+        recorded = self.summary.optimizers.get(name, "") if self.summary else ""
+        current = adapter.classes()
+        if set(current.split(", ")) <= set(recorded.split(", ")):  # of all ranks and of all optimizers of a list
+            return
+        lacking = adapter.lacks(recorded)
+        if not lacking:
+            if recorded and want.targets:
+                self.warn(f"{self.path} has {name!r} as the state of {recorded}; it is loaded into {current}.")
+            return
+        line = (
+            f"{name!r} has the state of {recorded or 'another class of optimizers'}, which cannot serve "
+            f"{adapter.name!r}, of {current}: it lacks {some(lacking, 4)}"
+        )
+        self._leave_optimizer(adapter, want, line)
+
+    def _leave_optimizer(self, adapter: StateAdapter, want: Wanted, line: str) -> None:
+        """Record that an optimizer loads nothing. ``line`` has the reason."""
+        for keys in (want.targets, want.extra, want.missing, want.unexpected, want.lost):
+            keys.clear()
+        if self.strict and (self.partial is None or self.partial.missing == "error"):
+            way_out = f'PartialLoad(exclude="{adapter.name}.*"), or strict=False, leaves the optimizer as it is'
+            self.match.problems.append(f"{line}. {way_out}")
+        else:
+            self.warn(f"{self.path}: {line}. The optimizer stays as it is.")
+
+    def _ask(self, adapter: StateAdapter, key_map: KeyMap) -> Wanted:
+        """Return the wants of an object. They are empty if no key of the object is selected, because an optimizer
+        allocates memory for its wants. A module allocates nothing and is always asked, since its optimizer follows its
+        place in the checkpoint."""
+        entries, paths = key_map.entries(self.index)
+        if self.partial is not None and adapter.kind != "module":
+            stored = (without_rank(key) for key in entries)
+            keys = dict.fromkeys((*stored, *(name.removesuffix(".") for name in adapter.names())))
+            if not any(self.selects(adapter.name, key) for key in keys):
+                self.keys += [join(adapter.name, key) for key in keys]
+                self.match.report.left_out.extend(join(adapter.name, key) for key in entries)
+                return Wanted()
+        return adapter.want(entries, paths)
+
+    def _select(self, adapter: StateAdapter, key_map: KeyMap, want: Wanted) -> None:
+        """Keep the selected targets of an object. Record keys that are left out, and lost per-rank state."""
+        report, match = self.match.report, self.match
+        missing_keys = (*want.missing, *want.undecided, *want.lacking)
+        all_keys = (*want.targets, *want.extra, *missing_keys, *want.lost, *want.for_other_ranks)
+        self.keys += [join(adapter.name, key) for key in all_keys]
+        if self.mode is LoadMode.FILL and self.strict:
+            want.targets |= want.resized
+        chosen = {}
+        for key, target in want.targets.items():
+            full = join(adapter.name, key)
+            if not self.selects(adapter.name, key):
+                report.left_out.append(full)
+            elif self.accept(full, target, want.refused.get(key)):
+                chosen[key] = target
+                self.note_stored(full, key_map.stored(want.stored_as.get(key, key)), key in want.stored_as)
+        unselected = (key for key in (*missing_keys, *want.extra) if not self.selects(adapter.name, key))
+        report.left_out.extend(join(adapter.name, key) for key in unselected)
+        lost = [join(adapter.name, key) for key in want.lost if self.selects(adapter.name, key)]
+        report.missing.extend(lost)
+        if lost:
+            self.absent.append(
+                f"{some(lost, 3)}: each rank had its own, for its part of the parameter, and none had the part that "
+                f"this rank has. It cannot be cut anew: load it on the layout it was saved on, or leave it out"
+            )
+        if adapter.kind == "stateful" and "" in want.missing:
+            self.lone.append(adapter)
+        want.targets = chosen
+        match.wanted[adapter.name] = want
+
+    def _keep(self, adapter: StateAdapter, key_map: KeyMap, want: Wanted) -> None:
+        """Have the object keep the parameters that the checkpoint leaves out, if this process has loaded them."""
+        kept = {
+            key: stored
+            for key in (*want.missing, *want.undecided, *want.lacking)
+            if (stored := key_map.stored(key)) in self.index.left_out and self.selects(adapter.name, key)
+        }
+        if not kept:
+            if key_map.is_data and any(key.startswith(f"{key_map.name}.") for key in self.index.left_out):
+                self.warn(f"{self._opened.absent}. They are not loaded.")
+            return
+        from dcp_plugin.core.loading.origins import not_loaded  # most checkpoints leave nothing out
+
+        live = adapter.present()
+        # A mapping keeps its other entries by itself.
+        want.kept = {key: live[key] for key in kept if adapter.kind == "module" or key in want.lacking}
+        want.missing = [key for key in want.missing if key not in kept]
+        want.undecided = [key for key in want.undecided if key not in kept]
+        want.lacking = {key: value for key, value in want.lacking.items() if key not in kept}
+        want.unmatched = []
+        full = {join(adapter.name, key): stored for key, stored in kept.items()}
+        targets = {join(adapter.name, key): live[key] for key in kept}
+        lines = not_loaded(self._opened, full, targets, adapter.module)
+        (self.match.warnings if self._dry_run else self.match.problems).extend(lines)
+        self.keys += full
+        self.match.report.left_out.extend(full)
+
+    def note_stored(self, key: str, stored: str, is_of_rank: bool = False) -> None:
+        self.match.stored[key] = stored
+        if key != stored and not is_of_rank:
+            self.match.report.renamed[key] = stored
+
+    def accept(self, key: str, target: Any, refused: str | None) -> bool:
+        """Record a selected target, or the reason why it cannot be filled. Return whether it can be filled."""
+        if isinstance(target, Deferred) and refused is None:
+            self.match.deferred[key] = target
+            return True
+        try:
+            if refused is not None:
+                raise CheckpointMismatch(refused)
+            self.match.targets[key] = self._described(target) if is_tensor(target) else None
+        except CheckpointMismatch as error:
+            self.match.problems.append(f"{key} is {error}")
+            return False
+        return True
+
+    def _described(self, target: Any) -> ShardedValue:
+        if not self._dry_run or not is_meta(target):
+            return sharded_value(target)
+        shape = tuple(target.shape)
+        return ShardedValue(shape, target.dtype, (LocalChunk((0,) * len(shape), shape, target),))
+
+    def selects(self, name: str, key: str) -> bool:
+        """Return whether the load selects a key of the object ``name``."""
+        return self.partial is None or self.partial.selects(join(name, key))
+
+    def judge_dtypes(self) -> None:
+        """Record the targets whose dtype differs. Add a problem if a partial load does not allow conversion."""
+        differ: dict[tuple[Any, Any], list[str]] = defaultdict(list)
+        wanted = {key: target.dtype for key, target in self.match.targets.items() if target is not None}
+        wanted |= {key: deferred.dtype for key, deferred in self.match.deferred.items() if deferred.dtype is not None}
+        table, slots, stored = self.index.table, self.index.slots, self.match.stored
+        numbers = table.columns["dtype"][np.array([slots[stored[key]] for key in wanted], np.int64)].tolist()
+        for (key, here), number in zip(wanted.items(), numbers, strict=True):
+            dtype = None if number == NO_TENSOR else table.torch_dtypes[number]
+            if dtype is not None and dtype != here:
+                if torch.can_cast(dtype, here):  # otherwise the planner reports a misfit
+                    differ[here, dtype].append(key)
+                self.match.report.cast.append(key)
+        if self.partial is None or self.partial.cast:
+            return
+        for (here, saved), keys in differ.items():
+            self.match.problems.append(
+                f"{some(keys, 3)} {'is' if len(keys) == 1 else 'are'} {here} here and {saved} in the checkpoint: "
+                f"cast=True converts"
+            )
+
+    def warn(self, message: str) -> None:
+        self.match.warnings.append(message)

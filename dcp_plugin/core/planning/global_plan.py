@@ -1,0 +1,401 @@
+"""The global plan: the boxes of the checkpoint, made from the inventories of all ranks, and the writer of each box.
+
+Ranks may hold different things under a key. The entries with the best :class:`~dcp_plugin.core.types.Standing` count,
+and no rank writes the others. So a value counts where other ranks have None, and so do the keys below a mapping that is
+empty on other ranks.
+
+A row stands for one chunk on one rank. Rows are sorted by key, position in the tensor and rank. Rows for the same box
+are therefore neighbours, and every later step is one pass of numpy over that order. The sort is the main cost.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from dcp_plugin.core.errors import CheckpointMismatch
+from dcp_plugin.core.format.columns import (
+    NO_TENSOR,
+    Column,
+    KeyColumns,
+    flat_start,
+    in_all,
+    in_cache,
+    order_of,
+    partitioned,
+    product,
+    ragged,
+    totals,
+)
+from dcp_plugin.core.format.payload import MAX_PAYLOAD
+from dcp_plugin.core.planning.local_inventory import Description, LocalInventory
+from dcp_plugin.core.ranks.collectives import pack, unpack
+from dcp_plugin.core.types import KeyPath, Standing
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's share of the writing: chunks of its inventory in the order of writing, and the boxes of chunks that
+    the rank writes in part."""
+
+    chunk: Column
+    part: Column
+    """Positions in ``chunk``."""
+    offsets: Column
+    sizes: Column
+    replica: Column
+    """Chunks of the inventory that other ranks hold as well."""
+    weight: Column
+    """Factor of each of these chunks (:func:`~dcp_plugin.core.planning.replicas.weights_of`)."""
+
+    def encode(self) -> bytes:
+        # A rank mostly writes consecutive chunks, so the differences are mostly 1 and compress to almost nothing.
+        return pack(
+            (_steps(self.chunk), self.part, self.offsets, self.sizes, _steps(self.replica), self.weight), level=6
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> Share:
+        steps, part, offsets, sizes, replica, weight = unpack(data)
+        return cls(_from_steps(steps), part, offsets, sizes, _from_steps(replica), weight)
+
+    def boxes(self, inventory: LocalInventory) -> tuple[Column, Column]:
+        """Return the offsets and sizes of all boxes that this rank writes."""
+        offsets, sizes = inventory.offsets[self.chunk], inventory.description.sizes[self.chunk]
+        width = offsets.shape[1]
+        offsets[self.part], sizes[self.part] = self.offsets[:, :width], self.sizes[:, :width]
+        return offsets, sizes
+
+
+@dataclass(frozen=True)
+class GlobalPlan:
+    """The table of the checkpoint. For each chunk of the table: its writer, and the number of the source chunk in the
+    writer's inventory."""
+
+    table: KeyColumns
+    rank: Column
+    chunk: Column
+    uncut: Column
+    """True where the source chunk is written as a single box."""
+    offsets: Column
+    sizes: Column
+    empty: list[str]
+    """Keys of empty mappings."""
+    objects: dict[str, tuple[str, str]]
+    """Name -> kind of the module or optimizer, and the classes of the optimizer on all ranks, separated by ``", "``."""
+    replicas: Sequence[tuple[Column, Column]]
+    """:attr:`Share.replica` and :attr:`Share.weight` of each rank."""
+
+    @functools.cached_property
+    def order(self) -> Column:
+        """The numbers of the table's chunks, sorted by writer and by number of the source chunk."""
+        return order_of(self.rank, self.chunk)
+
+    def shares(self, world_size: int) -> list[Share]:
+        order = self.order
+        shares = []
+        written = np.split(order, np.searchsorted(self.rank[order], np.arange(1, world_size)))
+        for rows, replicas in zip(written, self.replicas, strict=True):
+            part = np.flatnonzero(~self.uncut[rows])
+            offsets, sizes = self.offsets[rows[part]], self.sizes[rows[part]]
+            shares.append(Share(self.chunk[rows], part, offsets, sizes, *replicas))
+        return shares
+
+
+def make_global_plan(inventories: Sequence[LocalInventory]) -> GlobalPlan:
+    """Assign every box to one of the ranks that hold it.
+
+    Raises:
+        CheckpointMismatch: Ranks disagree on a shape or dtype, or the chunks of all ranks do not make up a tensor.
+    """
+    keys = _Keys(inventories)
+    everything = _Rows.of(inventories, keys)
+    everything.check(keys)
+    may_write = everything.new | everything.any_rank  # of a box not marked any_rank, only the first holder may write
+    rows = everything.take(may_write, everything.new[may_write])
+    first = np.flatnonzero(rows.new)
+    boxes = rows.take(first, rows.new[first])
+    if len(inventories) == 1 and (product(boxes.sizes) * keys.itemsize[boxes.key] <= MAX_PAYLOAD).all():
+        table, uncut = keys.table(boxes.key, boxes.offsets, boxes.sizes), np.full(len(first), True)
+        no_replicas = [(np.empty(0, np.int32), np.empty(0, np.uint64))]
+        in_place = boxes.rank, boxes.chunk, uncut, boxes.offsets, boxes.sizes
+        return GlobalPlan(table, *in_place, keys.empty, keys.objects, no_replicas)
+    from dcp_plugin.core.planning.load_balance import HeldBoxes, assign  # needed if a box has several possible writers
+    from dcp_plugin.core.planning.replicas import weights_of
+
+    holders = np.diff(first, append=len(rows.new))
+    held = HeldBoxes(boxes.sizes, keys.itemsize[boxes.key], first, holders, rows.rank)
+    parts = assign(held, boxes.key, _common_ties(everything, rows), len(inventories), MAX_PAYLOAD)
+    written = rows.take(first[parts.box] + parts.holder, rows.new)
+    offsets = written.offsets + parts.offsets
+    uncut = in_all(parts.sizes == written.sizes)
+    table = keys.table(written.key, offsets, parts.sizes)
+    of_rows = everything.rank, everything.chunk, everything.new, everything.is_replica
+    placed = written.rank, written.chunk, uncut, offsets, parts.sizes
+    return GlobalPlan(table, *placed, keys.empty, keys.objects, weights_of(*of_rows, len(inventories)))
+
+
+class _Keys:
+    """All keys, in the order of the first rank that has them, with the dtype and shape that all ranks agree on."""
+
+    def __init__(self, inventories: Sequence[LocalInventory]) -> None:
+        self.ranks: dict[bytes, list[int]] = {}
+        """Ranks by digest of their description; digests in the order of their lowest rank."""
+        for rank, inventory in enumerate(inventories):
+            self.ranks.setdefault(inventory.description.digest, []).append(rank)
+        self._described = [inventories[ranks[0]].description for ranks in self.ranks.values()]
+        self.numbers: dict[str, int] = {}
+        self._dtypes: dict[object, int] = {}
+        self._paths: dict[str, KeyPath] = {}
+        self.width = max(description.shape.shape[1] for description in self._described)
+        self.number_in = [self._add(description) for description in self._described]
+        count = len(self.numbers)
+        self.standing = self._best_standing(count)
+        self.dtype, self.ndim = np.zeros(count, np.uint8), np.zeros(count, np.uint8)
+        self.shape = np.ones((count, self.width), np.int64)
+        stored_whole = np.zeros(count, bool)
+        reversed_descriptions = list(zip(reversed(self._described), reversed(self.number_in), strict=True))
+        for description, numbers in reversed_descriptions:
+            stored_whole[numbers[description.stored_whole]] = True
+            self._take(description, numbers, np.full(len(numbers), True))
+        # A rank that has a part of a tensor overrides ranks without one, whose shape and dtype may be placeholders.
+        for description, numbers in reversed_descriptions:
+            self._take(description, numbers, self._counts(description, numbers))
+        for description, numbers, ranks in zip(self._described, self.number_in, self.ranks.values(), strict=True):
+            self._check(description, numbers, ranks[0])
+        sizes = np.zeros(NO_TENSOR + 1, np.int64)
+        sizes[: len(self._dtypes)] = [dtype.itemsize for dtype in self._dtypes]  # type: ignore[attr-defined]
+        self.itemsize = np.where(stored_whole, 0, sizes[self.dtype])  # with size 0, balance_load never cuts the box
+        self.empty = [key for key, number in self.numbers.items() if self.standing[number] == Standing.EMPTY_MAPPING]
+        self.objects = self._objects()
+
+    def _best_standing(self, count: int) -> Column:
+        """Return the standing of the entries that count, for each key; :data:`_HIDDEN` for an empty entry of which
+        other ranks have keys below."""
+        standing = np.full(count, _HIDDEN, np.uint8)
+        for description, numbers in zip(self._described, self.number_in, strict=True):
+            of_parts = np.where(_has_chunks(description), description.standing, _PARTLESS)
+            standing[numbers] = np.minimum(standing[numbers], of_parts)
+        standing[standing == _PARTLESS] = Standing.HOLDS  # a misfit, which the check of boxes reports
+        if len(self._described) > 1:  # on one rank, no key is below another
+            held_by = sum(np.bincount(numbers, minlength=count) for numbers in self.number_in)
+            doubtful = (standing >= Standing.EMPTY) & (held_by < len(self._described))
+            keys = [key for key, number in self.numbers.items() if doubtful[number]]
+            per_rank = {name for description in self._described for name in description.per_rank}
+            standing[[self.numbers[key] for key in above_others(keys, self.numbers, per_rank)]] = _HIDDEN
+        return standing
+
+    def _counts(self, described: Description, numbers: Column) -> Column:
+        """Return a mask of the keys of which a rank has a part that counts."""
+        return _has_chunks(described) & self.rows_of(described, numbers)
+
+    def rows_of(self, described: Description, numbers: Column) -> Column:
+        """Return a mask of the keys whose entry on a rank counts."""
+        return np.asarray(described.standing == self.standing[numbers])
+
+    def _objects(self) -> dict[str, tuple[str, str]]:
+        objects: dict[str, tuple[str, list[str]]] = {}
+        for description in self._described:
+            for name, (kind, kind_of_optimizer) in description.objects.items():
+                classes = objects.setdefault(name, (kind, []))[1]
+                if kind_of_optimizer and kind_of_optimizer not in classes:
+                    classes.append(kind_of_optimizer)
+        return {name: (kind, ", ".join(classes)) for name, (kind, classes) in objects.items()}
+
+    def _take(self, described: Description, numbers: Column, chosen: Column) -> None:
+        """Copy the dtypes and shapes of the chosen keys from a description."""
+        numbers = numbers[chosen]
+        self.dtype[numbers], self.ndim[numbers] = self._dtypes_of(described)[chosen], described.ndim[chosen]
+        self.shape[numbers] = _widened(described.shape, self.width, 1)[chosen]
+
+    def _add(self, described: Description) -> Column:
+        for dtype in described.dtypes:
+            self._dtypes.setdefault(dtype, len(self._dtypes))
+        self._paths = {**described.paths, **self._paths}
+        return np.array([self.numbers.setdefault(key, len(self.numbers)) for key in described.keys], np.int64)
+
+    def _dtypes_of(self, described: Description) -> Column:
+        renumbered = np.full(NO_TENSOR + 1, NO_TENSOR, np.uint8)
+        renumbered[: len(described.dtypes)] = [self._dtypes[dtype] for dtype in described.dtypes]
+        return renumbered[described.dtype]
+
+    def _check(self, described: Description, numbers: Column, rank: int) -> None:
+        differs = (self.dtype[numbers] != self._dtypes_of(described)) | (self.ndim[numbers] != described.ndim)
+        differs |= (self.shape[numbers] != _widened(described.shape, self.width, 1)).any(axis=1)
+        differs &= self._counts(described, numbers)
+        if differs.any():
+            at = int(np.argmax(differs))
+            key, number = described.keys[at], int(numbers[at])
+            if NO_TENSOR in (self.dtype[number], described.dtype[at]):
+                raise CheckpointMismatch(f"{key} is a tensor on some ranks and another value on others")
+            shape_here = tuple(described.shape[at, : described.ndim[at]].tolist())
+            raise CheckpointMismatch(
+                f"rank {rank} holds {key} as {shape_here} {described.dtypes[described.dtype[at]]}, another rank as "
+                f"{self.shape_of(number)} {list(self._dtypes)[self.dtype[number]]}"
+            )
+
+    def shape_of(self, number: int) -> tuple[int, ...]:
+        return tuple(self.shape[number, : self.ndim[number]].tolist())
+
+    def table(self, key: Column, offsets: Column, sizes: Column) -> KeyColumns:
+        """Return the table with these boxes, which are sorted by key."""
+        keys, paths, stored = list(self.numbers), self._paths, self.standing < _HIDDEN
+        if not stored.all():
+            keys = [key for key, number in self.numbers.items() if stored[number]]
+            paths = {key: path for key, path in paths.items() if stored[self.numbers[key]]}
+        columns = {
+            "dtype": self.dtype[stored],
+            "ndim": self.ndim[stored],
+            "shape": ragged([self.shape[stored]], self.ndim[stored]),
+            "chunk_ends": np.cumsum(np.bincount(key, minlength=len(self.numbers))[stored]),
+            "box": ragged([offsets, sizes], self.ndim[key]),
+        }
+        dtypes = [str(dtype).removeprefix("torch.") for dtype in self._dtypes]
+        return KeyColumns(keys, dtypes, paths, columns)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Sorted rows, one per chunk and rank; ``new`` marks the first row of each box."""
+
+    key: Column
+    rank: Column
+    chunk: Column
+    offsets: Column
+    sizes: Column
+    any_rank: Column
+    is_replica: Column
+    tie: Column
+    new: Column
+
+    @classmethod
+    def of(cls, inventories: Sequence[LocalInventory], keys: _Keys) -> _Rows:
+        columns: list[list[Column]] = []
+        for ranks, numbers in zip(keys.ranks.values(), keys.number_in, strict=True):
+            description = inventories[ranks[0]].description
+            numbers = numbers.astype(np.int32)
+            # A tie of -1 (none) selects the -1 that is appended at the end.
+            tie = np.append(numbers, np.int32(-1))[description.tie]
+            chunk = np.flatnonzero(keys.rows_of(description, numbers)[description.key]).astype(np.int32)
+            key = description.key[chunk]
+            of_key = (column[key] for column in (description.any_rank, description.is_replica, tie))
+            described = (_widened(description.sizes, keys.width, 1)[chunk], numbers[key], chunk, *of_key)
+            repeated = [np.repeat(column, len(ranks), axis=0) for column in described]
+            # Chunk by chunk: already the sorted order if all ranks hold the same keys in the same order.
+            offsets = np.stack([_widened(inventories[rank].offsets, keys.width, 0)[chunk] for rank in ranks], axis=1)
+            of_rank = np.tile(np.array(ranks, np.int32), len(chunk))
+            columns.append([of_rank, offsets.reshape(len(of_rank), keys.width), *repeated])
+        joined = columns[0] if len(columns) == 1 else map(np.concatenate, zip(*columns, strict=True))
+        rank, offsets, sizes, key, chunk, any_rank, is_replica, tie = joined
+        start = flat_start(offsets, keys.shape, key)
+        rows = cls(key, rank, chunk, offsets, sizes, any_rank, is_replica, tie, np.empty(0))
+        if not _sorted(key, start, rank):
+            order = order_of(key, start, rank)
+            rows, start = rows.take(order, rows.new), start[order]
+        new = (np.diff(rows.key, prepend=-1) != 0) | (np.diff(start, prepend=-1) != 0)
+        return replace(rows, new=new)
+
+    def take(self, rows: Column, new: Column) -> _Rows:
+        """Return the selected rows with new marks."""
+        if rows.dtype == bool:
+            rows = np.flatnonzero(rows)
+        if np.array_equal(rows, np.arange(len(self.key))):
+            return replace(self, new=new)
+        return replace(self, **{field.name: getattr(self, field.name)[rows] for field in fields(self)[:-1]}, new=new)
+
+    def check(self, keys: _Keys) -> None:
+        """Check that the ranks' boxes cover every tensor, and that different boxes do not overlap."""
+        numbers = np.arange(len(keys.numbers))
+        starts = np.searchsorted(self.key, numbers)
+        ends = np.append(starts[1:], len(self.key))
+        for group in in_cache(numbers, ends - starts):  # groups of keys whose rows fit into the processor's cache
+            self._check(keys, slice(group[0], group[-1] + 1), slice(starts[group[0]], ends[group[-1]]))
+
+    def _check(self, keys: _Keys, key_range: slice, rows: slice) -> None:
+        """Check a range of keys and the rows of these keys."""
+        count, shape = key_range.stop - key_range.start, keys.shape[key_range]
+        key, new, sizes = self.key[rows] - key_range.start, self.new[rows], self.sizes[rows]
+        first = np.flatnonzero(new)
+        volumes = totals(product(sizes[first]), key[first], count)
+        same = in_all(sizes == sizes[first][np.cumsum(new) - 1])
+        wrong = np.bincount(key[~same], minlength=count) > 0
+        wrong |= volumes != product(shape)
+        wrong |= ~partitioned(self.offsets[rows][first], sizes[first], shape, key[first], count)
+        wrong &= keys.dtype[key_range] != NO_TENSOR
+        if wrong.any():
+            worst = int(np.argmax(wrong))
+            number = key_range.start + worst
+            held, needed = volumes[worst] * keys.itemsize[number], shape[worst].prod() * keys.itemsize[number]
+            raise CheckpointMismatch(
+                f"the ranks hold {held} bytes of {list(keys.numbers)[number]}, but its shape {keys.shape_of(number)} "
+                f"needs {needed}: a part is missing, or parts overlap. Is every rank of the mesh saving?"
+            )
+
+
+def _common_ties(rows: _Rows, writers: _Rows) -> dict[int, int]:
+    """Return a dict from each tied key to the first key with the same memory.
+
+    A pair counts only if both keys are tied on every rank that has a part of either.
+    """
+    counts = np.stack([np.bincount(selection.key) for selection in (rows, writers)])
+    tied = np.flatnonzero(rows.tie >= 0)
+    ties: dict[int, int] = {}
+    for key in np.unique(rows.key[tied]).tolist():
+        firsts = rows.tie[slice(*np.searchsorted(rows.key, (key, key + 1)))]
+        if (firsts == firsts[0]).all() and (counts[:, key] == counts[:, firsts[0]]).all():
+            ties[key] = int(firsts[0])
+    return ties
+
+
+def _sorted(*columns: Column) -> bool:
+    """Return whether rows are in ascending order of the columns; the first column is the primary key."""
+    rising = np.ones(max(len(columns[0]) - 1, 0), bool)
+    for column in reversed(columns):
+        step = np.diff(column)
+        rising = (step > 0) | ((step == 0) & rising)
+    return bool(rising.all())
+
+
+_HIDDEN, _PARTLESS = 255, 254
+"""In place of a standing: no rank writes anything under the key; no rank has a part of the tensor."""
+
+
+def _has_chunks(described: Description) -> Column:
+    """Return a mask of the keys of which the rank has a part. A LocalShardsWrapper without shards knows neither shape
+    nor dtype."""
+    return np.bincount(described.key, minlength=len(described.keys)) > 0
+
+
+def above_others(keys: Collection[str], others: Iterable[str], per_rank: Collection[str]) -> list[str]:
+    """Return those of ``keys`` that have others below them. The entries of the ranks in a value of which each rank has
+    its own (``per_rank``) do not count."""
+    ordered = sorted(others) if keys else []
+    return [key for key in keys if _has_below(f"{key}.", ordered, key in per_rank)]
+
+
+def _has_below(front: str, ordered: list[str], is_per_rank: bool) -> bool:
+    at = bisect.bisect(ordered, front)
+    while at < len(ordered) and ordered[at].startswith(front):
+        if not (is_per_rank and ordered[at].removeprefix(front).partition(".")[0].isdecimal()):
+            return True
+        at += 1
+    return False
+
+
+def _steps(numbers: Column) -> bytes:
+    return np.diff(numbers.astype(np.int32), prepend=np.int32(0)).tobytes()
+
+
+def _from_steps(steps: bytes) -> Column:
+    return np.cumsum(np.frombuffer(steps, np.int32))
+
+
+def _widened(rows: Column, width: int, fill: int) -> Column:
+    """Return the rows padded with ``fill`` to ``width`` columns."""
+    if rows.shape[1] == width:
+        return rows
+    return np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=fill)

@@ -1,0 +1,189 @@
+"""The chunks that one rank holds.
+
+:class:`LocalInventory` lists the chunks in columns. Under FSDP, TP or HSDP thousands of ranks hold the same keys, with
+chunks of the same sizes at different offsets. The ranks therefore send a common :class:`Description` once, and each
+rank sends only its offsets, counted in chunks. On a regular mesh these are many equal numbers, which compress to a few
+bytes. This module does not depend on meshes or placements: a rank with an irregular layout sends its own description.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import zlib
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from dcp_plugin.core.format.columns import NO_TENSOR, Column, filled_rows, unusual_paths
+from dcp_plugin.core.format.keys import as_stored
+from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS, memory_of
+from dcp_plugin.core.types import EncodedValue, Flat, KeyPath, LocalChunk, Shape, ShardedValue, Standing
+
+OfKey = tuple[torch.dtype | None, Shape, bool, bool, Sequence[Sequence[Any]]]
+"""A rank's entry under a key: dtype (None if it is no tensor), shape, ``any_rank`` (true if every holder may write it),
+``stored_whole`` (true if its chunks must not be cut), and the chunks, which start with offsets and sizes. A tuple and
+no dataclass, because a state has thousands of entries."""
+
+VALUE: OfKey = (None, (), False, False, (((), ()),))
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Properties of a rank's keys that matter where ranks hold different things."""
+
+    objects: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    per_rank: Collection[str] = ()
+    standing: Mapping[str, Standing] = field(default_factory=dict)
+    """Standing of the keys that this rank does not hold itself."""
+    replicas: Collection[str] = ()
+    """Keys whose bytes should be equal on all ranks that hold them: parameters, and the state of optimizers."""
+    drifted: bool = False
+    """True if replicas have differed: then the lowest rank that holds a box writes it, so that weights and moments come
+    from one rank."""
+
+
+@dataclass(frozen=True, eq=False)
+class Description:
+    """A rank's inventory without the offsets.
+
+    Columns with a row per key: ``dtype``, ``ndim``, ``shape`` (padded with 1), ``any_rank``, ``stored_whole``, ``tie``
+    (the number of an earlier key with the same memory, or -1), ``standing`` (:class:`~dcp_plugin.core.types.Standing`),
+    ``is_replica`` (true if ranks with the same chunk should hold the same bytes).
+    Columns with a row per chunk: ``key`` (the key's number) and ``sizes``.
+    """
+
+    keys: list[str]
+    paths: dict[str, KeyPath]
+    dtypes: list[torch.dtype]
+    objects: dict[str, tuple[str, str]]
+    """Name -> kind of the module or optimizer, and class of the optimizer."""
+    per_rank: list[str]
+    """Names below which each rank has its own value, under its number."""
+    dtype: Column
+    ndim: Column
+    shape: Column
+    any_rank: Column
+    stored_whole: Column
+    tie: Column
+    standing: Column
+    is_replica: Column
+    key: Column
+    sizes: Column
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        names = [self.keys, self.paths, list(map(str, self.dtypes)), self.objects, self.per_rank]
+        digest = hashlib.blake2b(json.dumps(names).encode(), digest_size=16)
+        for column in (getattr(self, of.name) for of in fields(self)[5:]):
+            digest.update(str(column.shape).encode() + column.tobytes())
+        return digest.digest()
+
+
+@dataclass(frozen=True, eq=False)
+class LocalInventory:
+    """The chunks that one rank holds: a description, and the offsets of every chunk."""
+
+    description: Description
+    offsets: Column
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        return hashlib.blake2b(self.description.digest + self.offsets.tobytes(), digest_size=16).digest()
+
+    def pack_offsets(self) -> bytes:
+        """Compress the offsets, as multiples of the sizes plus remainders. On a regular mesh all remainders are 0."""
+        return zlib.compress(np.stack(np.divmod(self.offsets, np.maximum(self.description.sizes, 1))).tobytes())
+
+    @classmethod
+    def unpack(cls, description: Description, packed: bytes) -> LocalInventory:
+        sizes = description.sizes
+        times, remainders = np.frombuffer(zlib.decompress(packed), np.int64).reshape(2, *sizes.shape)
+        return cls(description, times * np.maximum(sizes, 1) + remainders)
+
+    @classmethod
+    def of_state(cls, state: Flat, paths: dict[str, KeyPath], holds: Holdings | None = None) -> LocalInventory:
+        items: list[OfKey] = [
+            (value.dtype, value.shape, value.any_rank, value.stored_whole, value.chunks)
+            if isinstance(value, ShardedValue)
+            else VALUE
+            for value in state.values()
+        ]
+        holds = holds or Holdings()
+        values = ((key, value) for key, value in state.items() if isinstance(value, EncodedValue))
+        empty = {key: value.standing for key, value in values if value.standing}
+        holds = replace(holds, standing={**empty, **holds.standing})
+        return cls.of_items(list(state), items, paths, ties_of(state), holds)
+
+    @classmethod
+    def of_items(
+        cls,
+        keys: list[str],
+        items: list[OfKey],
+        paths: dict[str, KeyPath],
+        ties: dict[str, str],
+        holds: Holdings | None = None,
+    ) -> LocalInventory:
+        holds = holds or Holdings()
+        item_dtypes, shapes, any_rank, stored_whole, boxes = zip(*items, strict=True) if items else ((),) * 5
+        numbers = dict(zip(keys, range(len(keys)), strict=True))
+        dtypes = [dtype for dtype in dict.fromkeys(item_dtypes) if dtype is not None]
+        number_of = {None: NO_TENSOR} | {dtype: number for number, dtype in enumerate(dtypes)}
+        width = max(map(len, shapes), default=0)
+        chunks = [
+            (number, box[0], box[1])
+            for number, (key_boxes, shape) in enumerate(zip(boxes, shapes, strict=True))
+            for box in key_boxes
+            if 0 not in box[1] or 0 in shape  # an empty chunk counts only if the tensor itself is empty
+        ]
+        chunk_keys, offsets, sizes = zip(*chunks, strict=True) if chunks else ((),) * 3
+        tie = np.full(len(keys), -1, np.int64)
+        for key, first in ties.items():
+            if key in numbers:
+                tie[numbers[key]] = numbers.get(first, -1)
+        dtype = np.array([number_of[dtype] for dtype in item_dtypes], np.uint8)
+        replicas = () if holds.drifted else holds.replicas
+        description = Description(
+            keys,
+            unusual_paths({key: as_stored(key, path) for key, path in paths.items() if key in numbers}),
+            dtypes,
+            dict(holds.objects),
+            sorted(holds.per_rank),
+            dtype,
+            np.array(list(map(len, shapes)), np.uint8),
+            filled_rows(shapes, width, 1),
+            np.array(any_rank, bool) & (not holds.drifted),
+            np.array(stored_whole, bool),
+            tie,
+            np.array([holds.standing.get(key, Standing.HOLDS) for key in keys], np.uint8),
+            np.array([key in replicas for key in keys], bool) & (dtype != NO_TENSOR),
+            np.array(chunk_keys, np.int64),
+            filled_rows(sizes, width, 1),
+        )
+        return cls(description, filled_rows(offsets, width, 0))
+
+
+def ties_of(state: Flat) -> dict[str, str]:
+    """Return a dict from each tied key to the first key whose tensor is the same memory."""
+    tensors = [(key, value, value.chunks) for key, value in state.items() if isinstance(value, ShardedValue)]
+    begins = [_begin_of(chunks) for _, _, chunks in tensors]
+    # Only tensors that begin at the same address can be tied. memory_of() is slow, so other tensors skip it.
+    several = {begin for begin, count in Counter(begins).items() if count > 1} | {0}
+    seen: dict[object, str] = {}
+    ties = {}
+    for (key, value, chunks), begin in zip(tensors, begins, strict=True):
+        if begin in several and any(chunk.tensor.numel() for chunk in chunks):
+            first = seen.setdefault((value.shape, *((each.offsets, memory_of(each.tensor)) for each in chunks)), key)
+            if first != key:
+                ties[key] = first
+    return ties
+
+
+def _begin_of(chunks: Sequence[LocalChunk]) -> int:
+    """Return the address of the first chunk, or 0 if it is unknown. Tied tensors begin at the same address."""
+    return chunks[0].tensor.data_ptr() if chunks and type(chunks[0].tensor) in EXACTLY_TENSORS else 0

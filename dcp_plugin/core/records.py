@@ -1,0 +1,360 @@
+"""Records that travel through a save and a load. Each stage takes one record and returns the next.
+
+A save, in order; :mod:`dcp_plugin.core.saving.job` has the stages:
+
+=======  =============================  =========================================================
+stage    takes                          returns
+=======  =============================  =========================================================
+gather   :class:`LiveState`             :class:`GatheredState`: this rank's part, in live memory
+stage    :class:`GatheredState`         :class:`StagedState`: memory and bytes to write
+plan     :class:`StagedState`           :class:`SavePlan`: the items that this rank writes
+write    :class:`SavePlan`              :class:`WrittenPart`: the place of each item
+publish  :class:`WrittenPart` of all    the checkpoint at its path
+=======  =============================  =========================================================
+
+A load, in order; :mod:`dcp_plugin.core.loading.load` has the stages:
+
+=======  =============================  =========================================================
+stage    takes                          returns
+=======  =============================  =========================================================
+open     a path                         :class:`OpenCheckpoint`: the index, and files for reading
+match    :class:`OpenCheckpoint`        :class:`Match`: the key in the checkpoint of each target
+plan     :class:`Match`                 :class:`LoadPlan`: the boxes that this rank reads
+values   :class:`LoadPlan`              checked values, before any tensor is overwritten
+tensors  :class:`LoadPlan`              filled targets
+apply    :class:`Match`                 :class:`LoadReport`
+=======  =============================  =========================================================
+
+Tensors and values inside these records are :class:`~dcp_plugin.core.types.ShardedValue` and
+:class:`~dcp_plugin.core.types.EncodedValue`. Sizes are in bytes, durations in seconds, shapes and offsets in elements.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dcp_plugin.core.errors import size, some
+from dcp_plugin.core.format.columns import Places
+from dcp_plugin.core.format.index import CheckpointIndex
+from dcp_plugin.core.format.summary import Summary
+from dcp_plugin.core.media import Readable
+from dcp_plugin.core.paths import Where
+from dcp_plugin.core.ranks.calls import Call
+from dcp_plugin.core.types import Flat, KeyPath, Shape, ShardedValue, Wanted, as_html, public_class
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.checkpoint.planner import ReadItem
+
+    from dcp_plugin.core.format.metadata import Aliases, Views
+    from dcp_plugin.core.format.values import WholeItem
+    from dcp_plugin.core.planning.save import RankPlan
+
+Box = tuple[Shape, Shape]
+"""Begin and end of a part of a tensor, in each dimension; ``((), ())`` for no part at all."""
+
+Shards = Mapping[str, Mapping[str, Box]]
+"""Parts of sharded parameters on this rank: by the name of their optimizer, then by the name of the parameter."""
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """Arguments of one call of :meth:`dcp_plugin.Checkpointer.save`, without the state."""
+
+    path: Where
+    call: Call
+    """The call that all ranks make together."""
+    step: int | None
+    began: float
+    """Time of the call, in seconds of ``time.monotonic``."""
+    blocked_seconds: float | None = None
+    """Duration of the call; None if the caller waits until the checkpoint is published."""
+    views: Views = field(default_factory=dict)
+    aliases: Aliases = field(default_factory=dict)
+    files: Callable[[Path], None] | None = None
+    """Function that adds the caller's files to a directory. With it, other files at the path stay."""
+    durable: bool = False
+    """True to copy the save from ``keeper.dir`` to its path, independent of ``keeper.durable_every``."""
+
+
+@dataclass(frozen=True)
+class LiveState:
+    """Objects to save. No later record refers to them, so that the caller can free them during the save."""
+
+    state: Mapping[str, Any]
+    """Name -> Module, Optimizer, Stateful, tensor, plain value, or a mapping of these."""
+    kinds: Mapping[str, str]
+    """Names that are state dicts of a ``"module"`` or an ``"optimizer"``."""
+    owners: Sequence[Any]
+    """Modules and optimizers whose state dicts are in ``state`` without the objects."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """Numbers, or tensors of one element."""
+    compared: tuple[str, ...] = ("",)
+    """Starts of the keys of data whose differences between ranks are named at the first save."""
+    is_data: bool = False
+    """True if an object in a mapping of ``state`` is a value, whose ``state_dict`` is not called."""
+
+
+@dataclass(frozen=True)
+class StateDetails:
+    """Details of this rank's part of the state, besides its values."""
+
+    paths: Mapping[str, KeyPath]
+    """Path of each key in the nested state."""
+    kinds: Mapping[str, str]
+    """Name in the state -> ``"module"`` or ``"optimizer"``, for the summary."""
+    optimizers: Mapping[str, str]
+    """Name in the state -> class of the optimizer, for the summary."""
+    replicas: frozenset[str]
+    """Keys whose bytes should be equal on all ranks that hold them: parameters, and the state of optimizers."""
+    per_rank: frozenset[str]
+    """Names below which each rank has its own value."""
+    shards: Shards
+    metrics: dict[str, float]
+    """Metrics of the checkpoint. Those of rank 0 are recorded."""
+    shared: frozenset[str]
+    """Keys of data that all ranks are expected to share, to be compared."""
+
+
+@dataclass(frozen=True)
+class GatheredState:
+    """This rank's part of the state, in live memory that training may change."""
+
+    leaves: Mapping[str, Any]
+    """Key -> tensor, DTensor, ShardedTensor, ShardedValue or plain value."""
+    details: StateDetails
+
+
+@dataclass(frozen=True)
+class StagedState:
+    """This rank's part of the state as it will be written.
+
+    It is a copy on the host (:mod:`dcp_plugin.core.staging.snapshot`), which nothing changes. A save whose caller waits
+    until it is written needs no copy: its chunks are views of the live memory.
+    """
+
+    state: Flat
+    """Key -> chunks of a tensor in memory, or the bytes of a value."""
+    details: StateDetails
+    layouts: list[str]
+    """Distributions of the tensors, in words, for the summary."""
+    copy_seconds: float = 0.0
+    """Duration of the copy to host memory."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Keys left out of the state because the base has them -> their keys in the base."""
+    rounded: Mapping[str, str] = field(default_factory=dict)
+    """Keys left out that the base has with more exact numbers -> their dtype."""
+    base: Mapping[str, str] = field(default_factory=dict)
+    """Record of the base in the summary; empty without one."""
+
+
+class NewItem(NamedTuple):
+    """An item that a rank writes: a box of a tensor, or a value.
+
+    A tensor is on this rank, has memory, and needs no gradient: ``tensors.require_memory`` has checked that.
+    """
+
+    key: str
+    data: torch.Tensor | WholeItem | bytes
+    offsets: Shape = ()
+    """Offsets of the box in the tensor."""
+    sizes: Shape = ()
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """The items that one rank writes, and the directory for their files."""
+
+    rank: int
+    directory: Where
+    """Reserved directory of this save, the same on all ranks."""
+    state: Flat
+    """Key -> memory or bytes, under the keys of the plan."""
+    rank_plan: RankPlan
+    """This rank's items. On rank 0 the object also has the plan of all ranks."""
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Keys of parameters that are not trained."""
+        return frozenset(key for key, value in self.state.items() if isinstance(value, ShardedValue) and value.frozen)
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds that one rank spent on its part of a save."""
+
+    blocked_seconds: float | None = None
+    """Time for which the training waited; None if it waited until the save was published."""
+    staging_seconds: float = 0.0
+    write_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class WrittenPart:
+    """One rank's part of a save on the medium, as the rank reports it to rank 0."""
+
+    places: Places
+    """Place of each item, in the order of the plan."""
+    nbytes: int
+    """Bytes of this rank's new data files."""
+    items_reused: int = 0
+    """Items linked from the run's last checkpoint instead of written."""
+    bytes_reused: int = 0
+    why_not_reused: str = ""
+    """The reason why no more items were linked, in words; empty without a reason."""
+    spent: Spent = field(default_factory=Spent)
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A checkpoint, opened for reading."""
+
+    path: Where
+    """A directory, or a file of another tool."""
+    files: Readable
+    """Files that the names in the index refer to."""
+    index: CheckpointIndex
+    known_identity: str
+    """:attr:`identity`; empty if it is a fingerprint that is not computed yet."""
+    format: str
+    """Format, see :class:`~dcp_plugin.tools.CheckpointInfo`."""
+    kinds: dict[str, str] = field(default_factory=dict)
+    """Name -> ``"module"`` or ``"optimizer"``, for names that the checkpoint records."""
+    summary: Summary | None = None
+    """Summary of a checkpoint of this package; None for other tools."""
+    links: bool = False
+    """True if data files may be symbolic links, as in checkpoints without an index of this package."""
+    find_fingerprint: Callable[[], str] | None = field(default=None, repr=False)
+
+    @property
+    def identity(self) -> str:
+        """Text that is equal for the same checkpoint in the same place. It is :attr:`fingerprint`, unless computing
+        that takes requests to a store."""
+        return self.known_identity or self.fingerprint
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Text that is equal for the same checkpoint in any place. For files of other tools, computing it reads a part
+        of every tensor."""
+        return self.find_fingerprint() if self.find_fingerprint else self.known_identity
+
+    @property
+    def save_id(self) -> str:
+        """Identity of this save, which differs from that of another save of the same contents. Empty for checkpoints of
+        other tools."""
+        return self.summary.save_id if self.summary else ""
+
+    @property
+    def absent(self) -> str:
+        """Sentence about the parameters that the checkpoint leaves out; empty if it is complete."""
+        if not self.index.left_out or self.summary is None:
+            return ""
+        return (
+            f"{self.path} leaves out {some(list(self.index.left_out))}: they were frozen, and loaded from "
+            f"{self.summary.base.get('path')}"
+        )
+
+    def close(self) -> None:
+        """Close the files. Records that were read stay valid."""
+        self.files.close()
+
+
+@dataclass(frozen=True)
+class Match:
+    """The targets of a load, and the key in the checkpoint of each. Keys of targets are complete."""
+
+    wanted: dict[str, Wanted]
+    """By the name of each object: what it wants, with only the selected targets."""
+    targets: dict[str, ShardedValue | None]
+    """Tensors to fill; None for other values."""
+    deferred: dict[str, Any]
+    """Tensors that are read when their submodule is loaded: :class:`~dcp_plugin.core.state.module_load.Deferred`."""
+    stored: dict[str, str]
+    """Target -> its key in the checkpoint."""
+    report: LoadReport
+    """Keys that will be missing, left out and so on. Nothing is loaded yet."""
+    problems: list[str] = field(default_factory=list)
+    """Reasons why the load is impossible; empty if it is possible."""
+    warnings: list[str] = field(default_factory=list)
+
+
+LARGEST_CHUNK = 1 << 20
+"""Bytes of the largest :class:`WholeChunk`. The objects for a larger chunk cost little compared with its bytes."""
+
+
+class WholeChunk(NamedTuple):
+    """A stored chunk that is read without conversion: complete, into plain memory of its dtype and size."""
+
+    key: str
+    """Key in the checkpoint."""
+    number: int
+    """Number of the chunk among those of all keys."""
+    target: torch.Tensor
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """The reads of one rank."""
+
+    items: Sequence[ReadItem]
+    """Boxes of stored chunks, and values."""
+    chunks: Sequence[WholeChunk]
+    """Small chunks that are read without conversion. ``items`` does not include them."""
+
+
+@public_class()
+@dataclass(frozen=True)
+class LoadReport:
+    """Result of a load. Keys are keys of the target, unless stated otherwise."""
+
+    path: Where
+    loaded: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    """Keys of the target that the checkpoint lacks; the target kept its values."""
+    unexpected: list[str] = field(default_factory=list)
+    """Keys of the checkpoint under the loaded names that the target lacks."""
+    cast: list[str] = field(default_factory=list)
+    """Keys whose dtype differed; the values were converted to the target's."""
+    renamed: dict[str, str] = field(default_factory=dict)
+    """Loaded keys with another key in the checkpoint -> that key."""
+    left_out: list[str] = field(default_factory=list)
+    """Keys that a partial load did not select, or that the checkpoint leaves out (``trainable_only``); the target kept
+    its values."""
+    bytes_read: int = 0
+    """Bytes that this rank read from data files, including reads to check and to skip."""
+    unchecked_bytes: int = 0
+    """Bytes read whose checksum could not be compared, because only narrow columns of stored tensors were read."""
+    sources: dict[str, int] = field(default_factory=dict)
+    """With ``keeper.dir``: bytes that this rank read, by place: ``"this node"``, ``"node <host>"``, ``"durable"``."""
+    passed_over: list[str] = field(default_factory=list)
+    """With ``keeper.dir``: saves that were ignored or could not be read, with the reason."""
+    seconds: float = 0.0
+    """With ``keeper.dir``: duration of the search and the load."""
+
+    _repr_html_ = as_html
+
+    def __str__(self) -> str:
+        parts = [f"loaded {len(self.loaded)} items from {self.path}"]
+        for name in ("missing", "unexpected", "cast"):
+            keys: list[str] = getattr(self, name)
+            if keys:
+                parts.append(f"{len(keys)} {name} ({_first(keys)})")
+        if self.renamed:
+            pairs = [f"{key} from {stored}" for key, stored in self.renamed.items()]
+            parts.append(f"{len(pairs)} renamed ({_first(pairs)})")
+        if self.left_out:
+            parts.append(f"{len(self.left_out)} left out")
+        if self.sources:
+            read = [f"{size(count)} from {place}" for place, count in self.sources.items()]
+            parts.append(f"this rank read {', '.join(read)} in {self.seconds:.2f} s")
+        if self.passed_over:
+            parts.append(f"passed over: {_first(self.passed_over)}")
+        return "; ".join(parts)
+
+
+def _first(texts: list[str]) -> str:
+    return ", ".join(texts[:3]) + (", …" if len(texts) > 3 else "")

@@ -1,0 +1,100 @@
+"""Hooks that delay changes of the state while it is being copied: optimizer steps and ``load_state_dict``.
+
+A lazy save returns before its copy is complete. Until then, every step of every ``torch.optim.Optimizer`` waits. This
+includes optimizers that are not saved, since they may train the same memory under other parameters. The first lazy save
+of a process registers the step hook, which stays registered; without a copy under way it does nothing. Modules have
+their load hooks only during the copy.
+
+An optimizer of torch changes nothing before it has called its closure. The wait therefore comes after the closure, in
+which Lightning runs the complete forward and backward pass. Other optimizers, such as SAM, may change weights earlier.
+
+The hooks are functions of this module and not methods, so a module can be copied or pickled while it has a hook. The
+training thread removes the hooks: removal in another thread could happen while the training thread iterates over them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from dcp_plugin.core.tensors._torch_modules import is_of_torch
+
+
+class Staging(Protocol):
+    """A save whose state is being copied. An interrupted or failed save counts as staged."""
+
+    def staged(self) -> bool: ...
+
+    def wait_staged(self) -> None: ...
+
+
+_under_way: list[tuple[Staging, list[RemovableHandle]]] = []
+"""The saves whose state is being copied, and their hooks on modules."""
+os.register_at_fork(after_in_child=_under_way.clear)  # a forked child has no copying thread and would wait forever
+
+
+def delay_changes(modules: Iterable[nn.Module], save: Staging) -> None:
+    """Let changes of the state wait until ``save`` is staged.
+
+    Args:
+        modules: Modules whose ``load_state_dict`` also waits, whether called directly or for an outer module.
+    """
+    _hold_back_steps()
+    take_off_hooks()
+    hooks = [module.register_load_state_dict_pre_hook(_before_load) for module in modules]  # type: ignore[no-untyped-call]
+    _under_way.append((save, hooks))
+
+
+def wait_until_copied() -> None:
+    """Wait for every copy under way in this process. Called before parameters change."""
+    for save, _ in tuple(_under_way):
+        save.wait_staged()
+    take_off_hooks()
+
+
+def take_off_hooks() -> None:
+    """Remove the hooks of finished copies. Called in the training thread only."""
+    for entry in tuple(_under_way):
+        save, hooks = entry
+        if save.staged():
+            for hook in hooks:
+                hook.remove()
+            _under_way.remove(entry)
+
+
+@functools.cache
+def _hold_back_steps() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+    if not _under_way:
+        return None
+    if is_of_torch(optimizer):
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": _and_wait(kwargs["closure"])}
+        if len(args) > 1 and callable(args[1]):  # args[0] is the optimizer
+            return (args[0], _and_wait(args[1]), *args[2:]), kwargs
+    wait_until_copied()
+    return None
+
+
+def _and_wait(closure: Callable[[], Any]) -> Callable[[], Any]:
+    def closure_and_wait() -> Any:
+        loss = closure()
+        wait_until_copied()
+        return loss
+
+    return closure_and_wait
+
+
+def _before_load(module: nn.Module, *args: Any) -> None:
+    for save, _ in tuple(_under_way):
+        save.wait_staged()  # no take_off_hooks() here: torch is iterating over the module's hooks

@@ -1,0 +1,460 @@
+"""A host copy of the local shard, which lets training continue while the copy is written.
+
+Values that may change at any time are copied when a :class:`Snapshot` is made. Step-stable tensors do not change until
+the next optimizer step. :meth:`Snapshot.finish` may copy these later in another thread, during the next forward and
+backward pass; the step waits for the copy (:mod:`dcp_plugin.core.staging.guard`).
+
+A later copy is valid only if the tensor's version counter did not change, which every in-place operation increments.
+Some writes do not increment it: writes through ``.data`` (averages that are swapped in), collectives, replayed CUDA
+graphs, other languages. To detect these, a few elements of every tensor are compared as well. A write stays undetected
+only if it avoids the version counter and changes a part of one tensor without these elements.
+
+Tied tensors stay tied in the copy. Copies from a device run on a separate stream.
+
+The memory comes from a :class:`HostPool`. Every save fills the pool again, and ``free`` releases it. A slab of the pool
+is as large as the tensors that are copied into it. It is replaced if they no longer fit, or if they need less than four
+fifths of it. The old slab is released first, so memory never holds more than one copy. The pool registers its memory as
+pinned, because torch's pinned allocator rounds up to powers of two and never releases memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from dcp_plugin.core.errors import CheckpointMismatch, SaveFailed, some
+from dcp_plugin.core.format.values import PLAIN
+from dcp_plugin.core.media import IN_PLACE, PAGE
+from dcp_plugin.core.tensors._torch import DTensor, version_of
+from dcp_plugin.core.tensors.host_memory import address_of, bytes_at, host_bytes, is_plain_memory
+from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS, copied, memory_of, require_memory
+from dcp_plugin.core.types import Flat, LocalChunk, ShardedValue
+
+_SMALL = 64 << 10
+
+
+class _Later(NamedTuple):
+    """A step-stable tensor that :meth:`Snapshot.finish` copies."""
+
+    key: str
+    leaf: Any
+    memory: tuple[torch.Tensor, ...]
+    """The tensor's memory on this rank when the snapshot was made."""
+    versions: tuple[int | None, ...]
+
+
+class Snapshot:
+    """The copy of one save.
+
+    The constructor copies plain tensors but does not describe them, and leaves step-stable tensors to :meth:`finish`.
+    All of them are described later: describing a thousand small tensors takes longer than copying them.
+
+    Args:
+        leaves: The leaves of the state, by key.
+        pool: The memory for the copy. Its contents are overwritten.
+        encode: Describes leaves as the values and chunks on this rank.
+        step_stable: Takes leaves and their memory on this rank. Returns for each leaf if it stays unchanged until the
+            next optimizer step and so can be copied later.
+    """
+
+    def __init__(
+        self,
+        leaves: Mapping[str, Any],
+        pool: HostPool,
+        encode: Callable[[Mapping[str, Any]], Flat],
+        step_stable: Callable[[Sequence[Any], Sequence[tuple[torch.Tensor, ...]]], Sequence[bool]] = (
+            lambda leaves, memory: [False] * len(leaves)
+        ),
+    ) -> None:
+        self.changed: list[str] = []
+        """Keys of the tensors that changed after the snapshot was made, as detected by :meth:`finish`."""
+        self._keys = list(leaves)
+        self._pool, self._encode = pool, encode
+        self._constant: dict[str, Any] = {}
+        self._later: list[_Later] = []
+        now: dict[str, torch.Tensor] = {}
+        to_describe: dict[str, Any] = {}
+        memory_of_leaf: dict[str, tuple[torch.Tensor, ...]] = {}
+        with torch.no_grad():  # to_local() then returns the memory of a DTensor itself, without a view
+            for key, leaf in leaves.items():
+                if type(leaf) in PLAIN or (type(leaf) is tuple and PLAIN.issuperset(map(type, leaf))):
+                    self._constant[key] = leaf
+                elif memory := _memory_on_this_rank(leaf):
+                    memory_of_leaf[key] = memory
+                else:
+                    to_describe[key] = leaf
+            stable = step_stable([leaves[key] for key in memory_of_leaf], list(memory_of_leaf.values()))
+            for (key, memory), is_stable in zip(memory_of_leaf.items(), stable, strict=True):
+                leaf = leaves[key]
+                if plain := type(leaf) in EXACTLY_TENSORS:
+                    leaf = memory[0]
+                if is_stable and None not in (versions := _versions_of(leaf, memory)):
+                    self._later.append(_Later(key, leaf, memory, versions))
+                elif plain and _is_memory(leaf):
+                    now[key] = leaf
+                else:
+                    to_describe[key] = leaf
+            self._sample = _Sample(self._later)
+        self._streams = _Streams(tensor for pending in self._later for tensor in pending.memory)
+        described = encode(to_describe)
+        identities = {key: _identity(key, 0, tensor) for key, tensor in now.items()}
+        sources = dict(zip(identities.values(), now.values(), strict=True)) | dict(_sources(described))
+        places = dict(zip(sources, pool.places(list(sources.values())), strict=True))
+        # Made before the copy, because the copy evicts these objects from the processor's cache.
+        self._now = {key: (places[identity], now[key]) for key, identity in identities.items()}
+        _copy_now([(places[identity], tensor) for identity, tensor in sources.items()])
+        # From here on the sources may be freed: FSDP frees the storage of a gathered parameter.
+        copies = {identity: places[identity].like(tensor) for identity, tensor in _sources(described)}
+        copies |= _copies_of_subclasses(described)
+        self._copied = {key: _with_copies(key, value, copies) for key, value in described.items()}
+
+    @property
+    def complete(self) -> bool:
+        """True if :meth:`finish` has nothing to copy."""
+        return not self._later
+
+    def finish(self) -> Flat:
+        """Copy the remaining tensors and return the state in host memory.
+
+        Raises:
+            SaveFailed: Tensors have changed since the snapshot was made. The message names them.
+        """
+        later, self._later = self._later, []
+        copied = self._copied | self._encode({key: place.like(tensor) for key, (place, tensor) in self._now.items()})
+        described = self._encode({**self._constant, **{pending.key: pending.leaf for pending in later}})
+        sources, copies = dict(_sources(described)), {}
+        places = self._pool.places(list(sources.values()), later=True)
+        for (identity, tensor), place in zip(sources.items(), places, strict=True):
+            copies[identity] = place.like(tensor)
+            with self._streams.of(tensor):
+                _copy_later(copies[identity], tensor)
+        self._streams.synchronize()
+        written = self._sample.differs(self._streams)
+        written.update(
+            pending.key for pending in later if _versions_of(pending.leaf, pending.memory) != pending.versions
+        )
+        self.changed = [pending.key for pending in later if pending.key in written]
+        if self.changed:
+            raise SaveFailed(
+                f"{some(self.changed, 5)} changed while the save copied it, and not by an optimizer step. Save with "
+                f"staging='blocking', or call handle.wait_staged() before the change."
+            )
+        copied |= {key: _with_copies(key, value, copies) for key, value in described.items()}
+        return {key: copied[key] for key in self._keys}
+
+
+def _sources(state: Flat) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield all memory of a state on this rank. Tied tensors appear several times, with the same identity."""
+    for key, value in state.items():
+        if isinstance(value, ShardedValue) and not value.stored_whole:
+            for number, chunk in enumerate(value.chunks):
+                yield _identity(key, number, chunk.tensor), chunk.tensor
+
+
+def _copies_of_subclasses(state: Flat) -> dict[Any, torch.Tensor]:
+    """Copy the tensors that consist of other tensors and have no memory themselves. Return the copies by identity."""
+    copies: dict[Any, torch.Tensor] = {}
+    for key, value in state.items():
+        if isinstance(value, ShardedValue) and value.stored_whole:
+            for number, chunk in enumerate(value.chunks):
+                identity = _identity(key, number, chunk.tensor)
+                try:
+                    copies[identity] = copies[identity] if identity in copies else copied(chunk.tensor)
+                except CheckpointMismatch as error:
+                    raise CheckpointMismatch(f"{key} is {error}") from error
+    return copies
+
+
+def _with_copies(key: str, value: Any, copies: Mapping[Any, torch.Tensor]) -> Any:
+    """Return a value of the state with copies in place of its memory. The result does not reference the original."""
+    if not isinstance(value, ShardedValue):
+        return value
+    chunks = (
+        LocalChunk(chunk.offsets, chunk.sizes, copies[_identity(key, number, chunk.tensor)])
+        for number, chunk in enumerate(value.chunks)
+    )
+    return replace(value, chunks=tuple(chunks), origin=None)
+
+
+def _copy_now(copied: list[tuple[HostSlice, torch.Tensor]]) -> None:
+    """Copy with torch's threads, since the caller waits. Small tensors are copied by ``memmove``: an operator call
+    costs more than their bytes."""
+    streams = _Streams(tensor for _, tensor in copied)
+    for place, tensor in copied:
+        if tensor.nbytes < _SMALL and is_plain_memory(tensor):
+            ctypes.memmove(place.address, address_of(tensor), tensor.nbytes)
+        else:
+            with streams.of(tensor):
+                place.like(tensor).copy_(tensor, non_blocking=tensor.is_cuda)
+    streams.synchronize()
+
+
+def _copy_later(copy: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy in this thread alone. Torch would start a team of threads, which compete with the training and spin for a
+    while: that costs twice the CPU seconds and finishes no earlier."""
+    if is_plain_memory(tensor):
+        ctypes.memmove(copy.data_ptr(), address_of(tensor), tensor.nbytes)
+    else:
+        copy.copy_(tensor, non_blocking=tensor.is_cuda)
+
+
+def _identity(key: str, number: int, tensor: torch.Tensor) -> Any:
+    """Return an identity that is equal for tied tensors. An empty tensor has no memory; its key identifies it."""
+    return memory_of(tensor) if tensor.numel() else (key, number)
+
+
+def _memory_on_this_rank(leaf: Any) -> tuple[torch.Tensor, ...]:
+    """Return the memory of a tensor that can be copied later; empty for any other leaf.
+
+    A plain tensor is detached: the result keeps its current memory even if code assigns other memory to ``.data``.
+    """
+    if type(leaf) in EXACTLY_TENSORS:
+        if leaf.layout is not torch.strided or leaf.is_quantized or hasattr(leaf, "global_shape"):
+            return ()
+        try:
+            return (leaf.detach(),)
+        except RuntimeError:  # the tensor belongs to a transform of torch.func that has ended
+            return ()
+    if isinstance(leaf, ShardedValue):
+        return () if leaf.stored_whole else tuple(chunk.tensor for chunk in leaf.chunks)
+    if isinstance(leaf, DTensor) and type(local := leaf.to_local()) in EXACTLY_TENSORS:
+        return (local,)
+    return ()
+
+
+def _is_memory(tensor: torch.Tensor) -> bool:
+    """Return whether the elements are in memory. If not, ``encode`` raises the error that names the key."""
+    try:
+        require_memory(tensor)
+    except CheckpointMismatch:
+        return False
+    return True
+
+
+def _versions_of(leaf: Any, memory: tuple[torch.Tensor, ...]) -> tuple[int | None, ...]:
+    """Return the version counters of a tensor. A DTensor counts in-place operations on itself, so its own counter is
+    included."""
+    if type(leaf) in EXACTLY_TENSORS:
+        return (version_of(leaf),)
+    if isinstance(leaf, DTensor):
+        memory = (*memory, leaf)
+    elif isinstance(leaf, ShardedValue) and leaf.origin is not None:
+        memory = (*memory, leaf.origin)
+    return tuple(map(version_of, memory))
+
+
+_SAMPLES = 8
+"""Number of elements of a tensor that are compared: the first, the last, and some between them."""
+
+
+class _Sample:
+    """Current values of a few elements of every tensor that is copied later.
+
+    Writes that the version counter misses (averages swapped in through ``.data``, updates of target networks,
+    broadcasts) mostly change all elements of all tensors, so a few elements reveal them.
+    """
+
+    def __init__(self, later: Iterable[_Later]) -> None:
+        groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
+        for pending in later:
+            for tensor in pending.memory:
+                if _has_no_gaps(tensor):
+                    groups.setdefault((tensor.device, tensor.dtype), []).append((pending.key, tensor))
+        self._groups = [
+            (_OnHost if device.type == "cpu" else _OnDevice)([key for key, _ in group], [tensor for _, tensor in group])
+            for (device, _), group in groups.items()
+        ]
+
+    def differs(self, streams: _Streams) -> set[str]:
+        """Return the keys of the tensors that have changed."""
+        return {key for group in self._groups for key in group.differs(streams)}
+
+
+class _OnHost:
+    """A sample of host tensors with one dtype. The elements are read at their addresses: a torch operator for each
+    tensor would take most of the time of a lazy save."""
+
+    def __init__(self, keys: list[str], tensors: list[torch.Tensor]) -> None:
+        self._keys, self._tensors = keys, tensors
+        last = np.fromiter((tensor.numel() - 1 for tensor in tensors), np.int64)
+        self._elements = np.arange(_SAMPLES) * last[:, None] // (_SAMPLES - 1) * tensors[0].itemsize
+        self._addresses = self._now()
+        self._before = self._read()
+
+    def _now(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        return np.fromiter((tensor.data_ptr() for tensor in self._tensors), np.int64)
+
+    def _read(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        return bytes_at(self._addresses[:, None] + self._elements, self._tensors[0].itemsize)
+
+    def differs(self, streams: _Streams) -> Iterable[str]:
+        moved = self._now() != self._addresses
+        if moved.any():  # a resized storage: the old addresses must not be read
+            return itertools.compress(self._keys, moved)
+        return itertools.compress(self._keys, (self._read() != self._before).any(axis=(1, 2)))
+
+
+class _OnDevice:
+    """A sample of tensors with one dtype on one device."""
+
+    def __init__(self, keys: list[str], tensors: list[torch.Tensor]) -> None:
+        self._keys = keys
+        self._places = [_samples_of(tensor) for tensor in tensors]
+        self._before = torch.cat(self._places)
+
+    def differs(self, streams: _Streams) -> Iterable[str]:
+        with torch.no_grad(), streams.of(self._before):
+            now = torch.cat(self._places)
+            if _same_bytes(self._before, now):
+                return []
+            lengths = list(map(len, self._places))
+            both = zip(torch.split(self._before, lengths), torch.split(now, lengths), strict=True)
+            return list(itertools.compress(self._keys, [not _same_bytes(was, is_) for was, is_ in both]))
+
+
+def _samples_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a few elements, spread over the memory of a tensor without gaps."""
+    count = tensor.numel()
+    places = min(count, _SAMPLES)
+    return tensor.as_strided((places,), ((count - 1) // (places - 1) if places > 1 else 1,))
+
+
+def _has_no_gaps(tensor: torch.Tensor) -> bool:
+    count = tensor.numel()
+    return count > 0 and (tensor.is_contiguous() or _extent(tensor) == count)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Return the number of elements from the first to the last in memory; it is ``numel()`` if there are no gaps."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors have the same bytes. NaN equals NaN."""
+    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+
+
+class _Streams:
+    """Streams for copies from devices, one per device. Copies start after the work that the caller has queued."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda} if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+        for device in devices:
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(device))
+            self._streams[device] = stream
+
+    def of(self, tensor: torch.Tensor) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._streams[tensor.device]) if tensor.is_cuda else nullcontext()
+
+    def synchronize(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
+
+
+_TENSOR_ALIGNMENT = 64  # bytes, for every tensor in a slab; enough for any dtype and for vector instructions
+_SLACK = 1.25
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+
+
+class HostSlice(NamedTuple):
+    """The place of one tensor's copy in a slab."""
+
+    slab: torch.Tensor
+    start: int
+
+    @property
+    def address(self) -> int:
+        return self.slab.data_ptr() + self.start
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the slice as a contiguous tensor with the dtype and shape of ``tensor``."""
+        return self.slab[self.start : self.start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+class HostPool:
+    """Host memory for one save at a time.
+
+    The pool has four slabs. Copies from devices need pinned memory and so have slabs separate from copies of host
+    tensors. Immediate copies have slabs separate from later copies, since they are made before the later ones are
+    listed.
+
+    Args:
+        allocate: Returns a number of bytes that start at a page boundary; by default memory private to the process.
+    """
+
+    def __init__(self, allocate: Callable[[int], torch.Tensor] | None = None) -> None:
+        self._slabs = {(later, pinned): _Slab(pinned, allocate) for later in (False, True) for pinned in (False, True)}
+
+    def places(self, tensors: Sequence[torch.Tensor], later: bool = False) -> list[HostSlice]:
+        """Return a place for each tensor.
+
+        Args:
+            later: True for tensors that :meth:`Snapshot.finish` copies. False invalidates all places that were returned
+                before.
+        """
+        held = sum(slab.memory.nbytes for (is_later, _), slab in self._slabs.items() if not is_later)
+        if not later and sum(tensor.nbytes for tensor in tensors) > held:
+            for pinned in (False, True):
+                # Tensors that were copied later may be copied at once now. Freed first, their old slab does not
+                # add to the peak.
+                self._slabs[True, pinned].free()
+        ends = {False: 0, True: 0}
+        starts = []
+        for tensor in tensors:
+            alignment = PAGE if tensor.nbytes >= IN_PLACE else _TENSOR_ALIGNMENT
+            start = ends[tensor.is_cuda] + -ends[tensor.is_cuda] % alignment
+            starts.append(start)
+            ends[tensor.is_cuda] = start + tensor.nbytes
+        slabs = {pinned: self._slabs[later, pinned].of_size(end) for pinned, end in ends.items()}
+        return [HostSlice(slabs[tensor.is_cuda], start) for tensor, start in zip(tensors, starts, strict=True)]
+
+    @property
+    def slabs(self) -> list[torch.Tensor]:
+        """The current memory of the pool."""
+        return [slab.memory for slab in self._slabs.values() if slab.memory.nbytes]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slab.nbytes for slab in self.slabs)
+
+    def free(self) -> None:
+        for slab in self._slabs.values():
+            slab.free()
+
+
+def _of_this_process(nbytes: int) -> torch.Tensor:
+    memory = host_bytes(nbytes + PAGE)
+    return memory[-memory.data_ptr() % PAGE :][:nbytes]
+
+
+class _Slab:
+    """A piece of host memory, page-locked for device copies if ``pinned``."""
+
+    def __init__(self, pinned: bool, allocate: Callable[[int], torch.Tensor] | None) -> None:
+        self._pinned = pinned
+        self._allocate = allocate or _of_this_process
+        self.memory = host_bytes(0)
+
+    def of_size(self, nbytes: int) -> torch.Tensor:
+        if not nbytes <= self.memory.nbytes <= nbytes * _SLACK:
+            self.free()
+            with torch.inference_mode(False):  # as in host_bytes
+                memory = self._allocate(nbytes) if nbytes else host_bytes(0)
+            if self._pinned and nbytes:  # cudaHostRegister refuses zero bytes
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
+            self.memory = memory
+        return self.memory
+
+    def free(self) -> None:
+        if self._pinned and self.memory.nbytes:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr()))  # type: ignore[no-untyped-call]
+        self.memory = host_bytes(0)

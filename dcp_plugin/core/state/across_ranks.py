@@ -1,0 +1,355 @@
+"""Ranks that hold different things: the rule, for saves and for loads.
+
+**A checkpoint has one value for each key. Ranks that hold a key hold the same value, or shards of one, or they are
+named.** What is decided for all ranks follows from what all of them hold, never from rank 0 alone:
+
+==============================  =====================================================================================
+names, kinds, optimizers        the union of all ranks (:class:`~dcp_plugin.core.planning.local_inventory.Description`)
+empty here, filled there        what is filled counts (:class:`~dcp_plugin.core.types.Standing`)
+received by a load              does not count where another rank holds the key itself (:func:`note_received`)
+modules, optimizers             compared at every save (:mod:`~dcp_plugin.core.planning.replicas`)
+optimizer state of one rank     stored once per rank (:class:`RankLocal`)
+other tensors and text          compared at the first save; that of the first rank is stored (:class:`RankLocal`)
+plain numbers                   those of the first rank, as with stock: the loss differs between ranks in every script
+a value marked ``PerRank``      stored once per rank, and each rank gets its own (:class:`RankEntry`)
+keys without a target           unexpected in a load only if no rank takes them (:class:`Union`)
+==============================  =====================================================================================
+
+Optimizer state may belong to one rank and to its shard of a parameter. Most is sharded like the parameter, or the same
+on all ranks (``step``). Plain tensors and values may be neither: an 8-bit optimizer keeps the codes and scales of its
+own shard. Stored under one key, the state of rank 0 would replace that of all other ranks. Such state is stored under a
+key that names the part of the parameter:
+
+    optim.state.layer.weight.codes.rank1(8,0:16,32)         # rank 1 had rows 8 to 15, all 32 columns
+
+Only a rank with the same part may load this state. It is never cut for another layout, since only the optimizer knows
+what the numbers mean. Equal bytes count as shared state. The exception is a tensor that has the shape of the rank's
+shard: it belongs to the rank even while it is all zeros.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from dcp_plugin.core.errors import some, warn
+from dcp_plugin.core.format.index import CheckpointIndex
+from dcp_plugin.core.format.keys import LocalSlot
+from dcp_plugin.core.format.payload import hashes_of, sample_of
+from dcp_plugin.core.ranks.collectives import Ranks, pack, unpack
+from dcp_plugin.core.records import Box, Shards, StateDetails
+from dcp_plugin.core.state.per_rank import RankEntry
+from dcp_plugin.core.types import EncodedValue, Flat, KeyPath, ShardedValue, Standing
+
+_SAMPLED = 4 << 20
+"""Size of a tensor in bytes above which only a few places of it are compared between ranks. That is enough to notice a
+different random state or a different batch."""
+_OWN = b""
+"""Stand-in for the hash of a tensor that has the shape of the shard and so belongs to the rank."""
+
+
+class RankLocal:
+    """Detector of optimizer state that differs between ranks. It remembers the keys that differed at earlier saves."""
+
+    def __init__(self) -> None:
+        self._apart: frozenset[str] = frozenset()
+        self._doubtful: dict[str, tuple[str, bytes]] = {}
+        self._shared: dict[str, bytes] = {}
+
+    def with_rank_keys(
+        self, state: Flat, paths: dict[str, KeyPath], details: StateDetails, rank: int
+    ) -> tuple[Flat, dict[str, Standing]]:
+        """Return the state with rank-specific keys for the entries that differed at an earlier comparison. Change
+        ``paths`` likewise. The second result is the standing of the keys that this rank does not hold itself.
+
+        Values that all ranks are expected to share are remembered, and :meth:`compare` compares them.
+        """
+        shards, standing = details.shards, _standing_of_received(state)
+        held = _not_empty(state, details.shared - {key for key in standing if standing[key] == Standing.RECEIVED})
+        self._shared = _hashes(held, _SAMPLED)
+        local_slots = _slots_of_sharded(state, shards)
+        rank_local = {key: slot_and_box for key, slot_and_box in local_slots.items() if key in self._apart}
+        evident = {
+            key for key, (_, box) in local_slots.items() if key not in rank_local and _has_shape_of(state[key], box)
+        }
+        hashes = _hashes({key: state[key] for key in local_slots if key not in rank_local and key not in evident})
+        hashes |= dict.fromkeys(evident, _OWN)
+        self._doubtful = {key: (local_slots[key][0], each) for key, each in hashes.items()}
+        renamed: dict[str, str] = {}
+        for key, (slot, box) in rank_local.items():
+            own = str(LocalSlot(slot, rank, box))
+            renamed[key] = key.removesuffix(slot) + own
+            if key in paths:
+                *above, last = paths.pop(key)
+                paths[renamed[key]] = (*above, str(last).removesuffix(slot) + own)
+        return {renamed.get(key, key): value for key, value in state.items()}, standing
+
+    def digest(self, rank: int) -> bytes:
+        """Return a digest of the entries that may differ between ranks; empty if there are none. A tensor with the
+        shape of the shard makes the digest differ from that of every other rank.
+
+        A slot with one value for all parameters, as ``step`` mostly has, is hashed without the names of the parameters.
+        Ranks with state for different parameters then have equal digests, and do not compare at every save.
+        """
+        if not self._doubtful and not self._shared:
+            return b""
+        slots = set(self._doubtful.values())
+        entries = sorted(slots)
+        if any(each == _OWN for _, each in slots):
+            entries = [(f"rank {rank}", b"")]
+        elif len({slot for slot, _ in slots}) < len(slots):
+            entries = sorted((key, each) for key, (_, each) in self._doubtful.items())
+        entries += sorted(self._shared.items())
+        text = b"".join(name.encode() + each for name, each in entries)
+        return hashlib.blake2b(text, digest_size=16).digest()
+
+    def compare(self, step: str, ranks: Ranks) -> bool:
+        """Remember the optimizer state that differs between ranks. Warn of shared values that differ. Collective.
+
+        Returns:
+            True if optimizer state differs that did not differ before.
+        """
+
+        def differing(of_ranks: list[tuple[dict[str, bytes], dict[str, bytes]]]) -> frozenset[str]:
+            if message := _about_different([shared for _, shared in of_ranks]):
+                warn(message)  # inside combine(): if warnings are errors, all ranks raise
+            first: dict[str, bytes] = {}
+            return frozenset(
+                key
+                for hashes, _ in of_ranks
+                for key, each in hashes.items()
+                if first.setdefault(key, each) != each or each == _OWN
+            )
+
+        hashes_here = {key: each for key, (_, each) in self._doubtful.items()}
+        newly_differing = ranks.combine(step, lambda: (hashes_here, self._shared), differing)
+        self._apart |= newly_differing
+        return bool(newly_differing)
+
+
+def _slots_of_sharded(state: Flat, shards: Shards) -> dict[str, tuple[str, Box]]:
+    """Return the keys of plain optimizer state that belongs to a sharded parameter. Each key has its slot, and the box
+    of the parameter on this rank."""
+    slots: dict[str, tuple[str, Box]] = {}
+    prefixes = {f"{name}.state.": boxes for name, boxes in shards.items() if boxes}
+    for key, value in state.items() if prefixes else ():
+        if isinstance(value, ShardedValue) and (value.any_rank or value.stored_whole):
+            continue
+        for prefix, boxes in prefixes.items():
+            if key.startswith(prefix):
+                fqn, slot = _known_first(key[len(prefix) :], boxes)
+                if fqn is not None:
+                    slots[key] = slot, boxes[fqn]
+    return slots
+
+
+def _known_first(text: str, names: Mapping[str, Box]) -> tuple[str | None, str]:
+    """Split ``text`` at a dot into the longest name in ``names`` and the text after the dot; the name is None if there
+    is none."""
+    at = text.rfind(".")
+    while at > 0 and text[:at] not in names:
+        at = text.rfind(".", 0, at)
+    return (text[:at], text[at + 1 :]) if at > 0 else (None, text)
+
+
+def _has_shape_of(value: ShardedValue | EncodedValue, box: Box) -> bool:
+    """Return whether a value is a tensor with the shape of the box. A box of one element never counts."""
+    shape = tuple(end - begin for begin, end in zip(*box, strict=True))
+    return isinstance(value, ShardedValue) and value.shape == shape and prod(shape) > 1
+
+
+def _hashes(state: Flat, most: float = float("inf")) -> dict[str, bytes]:
+    """Return a hash of each value or tensor; the hash of a tensor includes dtype and shape. Tensors that are stored as
+    one object have none, and neither has a tensor of which this rank has no part.
+
+    Args:
+        most: Size in bytes of a tensor above which a sample of it is hashed.
+    """
+    hashes: dict[str, bytes] = {}
+    tensors: dict[str, ShardedValue] = {}
+    for key, value in state.items():
+        if isinstance(value, EncodedValue):
+            hashes[key] = hashlib.blake2b(value.data, digest_size=16).digest()
+        elif value.stored_whole or not value.chunks:
+            continue
+        elif value.chunks[0].tensor.nbytes > most:
+            hashes[key] = sample_of(value.chunks[0].tensor) or b""
+        else:
+            tensors[key] = value
+    rows = hashes_of([value.chunks[0].tensor for value in tensors.values()], 1)
+    for (key, value), row in zip(tensors.items(), rows, strict=True):  # a row has up to 8 KiB, and travels to rank 0
+        hashes[key] = hashlib.blake2b(row + f"{value.dtype}{value.shape}".encode(), digest_size=16).digest()
+    return hashes
+
+
+def _about_different(hashes_of_ranks: list[Mapping[str, bytes]]) -> str:
+    """Return a warning that names each key with different values, and two ranks that differ; empty if there is none.
+    A key that only some ranks have is compared among those ranks."""
+    first: dict[str, tuple[int, bytes]] = {}
+    different: dict[str, tuple[int, int]] = {}
+    for rank, hashes in enumerate(hashes_of_ranks):
+        for key, value_hash in hashes.items():
+            other, expected = first.setdefault(key, (rank, value_hash))
+            if value_hash != expected:
+                different.setdefault(key, (other, rank))
+    if not different:
+        return ""
+    keys = [f"{key} (ranks {rank} and {other})" for key, (rank, other) in different.items()]
+    return (
+        f"ranks have different values under the same key: {some(keys)}. A checkpoint has one value for all ranks, that "
+        f"of the first rank. Where each rank needs its own value back, write dcp_plugin.PerRank(value) into the state."
+    )
+
+
+received: dict[str, tuple[bytes, int]] = {}
+"""Keys of values that a load has given to this rank, which had nothing there -> the hash of the value, and the
+``id`` of the object that has it."""
+
+
+def note_received(key: str, value: ShardedValue | EncodedValue | None, owner: int, is_new: bool) -> None:
+    """Remember a value that a load gives to this rank, which has held nothing there itself.
+
+    An average that only rank 1 keeps is loaded on every rank. From then on rank 0 has an old copy of it, which must not
+    replace rank 1's at the next save.
+
+    Args:
+        value: None if it is unknown: any later one then counts as changed.
+        owner: The ``id`` of the object that has it.
+        is_new: True if the object has had nothing there. If not, and another object was given the value, this one holds
+            its own.
+    """
+    if is_new or received[key][1] == owner:
+        received[key] = b"" if value is None else _hashes({key: value}, _SAMPLED).get(key, b""), owner
+    else:
+        del received[key]
+
+
+def _standing_of_received(state: Flat) -> dict[str, Standing]:
+    """Return the standing of the entries that a load has given to this rank, except empty ones."""
+    hashes = _hashes(_not_empty(state, received), _SAMPLED)
+    return {
+        key: Standing.RECEIVED if value_hash == received[key][0] else Standing.CHANGED
+        for key, value_hash in hashes.items()
+    }
+
+
+def _not_empty(state: Flat, keys: Iterable[str]) -> Flat:
+    """Return the entries under these keys, as far as the state has them and they are not empty."""
+    return {key: state[key] for key in keys if key in state and not getattr(state[key], "standing", Standing.HOLDS)}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One rank's answer to the questions of all ranks."""
+
+    taken: bytes
+    """Indices of the questions whose key a target of this rank takes, packed."""
+    owned: bytes
+    """Indices of the questions whose key this rank takes for a shard, a module or an optimizer, packed."""
+    idle: frozenset[str]
+    """Globs and renames that match no key on this rank."""
+    digest: int
+    """Checksum of the taken keys, equal on ranks that take the same keys."""
+
+    @classmethod
+    def of(cls, asked: list[str], taken_keys: Collection[str], owned: Collection[str], idle: frozenset[str]) -> Answer:
+        taken = [at for at, key in enumerate(asked) if key in taken_keys]
+        digest = zlib.crc32("\n".join(sorted(taken_keys)).encode())
+        return cls(pack(taken), pack([at for at in taken if asked[at] in owned]), idle, digest)
+
+
+@dataclass(frozen=True)
+class Union:
+    """The combined answers of all ranks."""
+
+    taken: frozenset[str]
+    """Keys of the questions that at least one rank takes."""
+    owned: frozenset[str]
+    """Keys of the questions that at least one rank takes for a shard, a module or an optimizer."""
+    idle: frozenset[str]
+    """Globs and renames that match no key on any rank."""
+    ranks_differ: bool
+    """True if ranks take different keys."""
+
+    @classmethod
+    def of(cls, asked: list[str], answers: list[Answer]) -> Union:
+        return cls(
+            frozenset(asked[at] for answer in answers for at in unpack(answer.taken)),
+            frozenset(asked[at] for answer in answers for at in unpack(answer.owned)),
+            frozenset.intersection(*(answer.idle for answer in answers)),
+            len({answer.digest for answer in answers}) > 1,
+        )
+
+
+class RankName(NamedTuple):
+    """Place in a checkpoint of a value of which each rank has its own."""
+
+    name: str
+    """Name of this rank's entry, or of the value that all ranks share."""
+    note: str = ""
+    """A remark, to follow the path of the checkpoint in a warning."""
+    is_kept: bool = False
+    """True if this rank keeps its value, because the checkpoint has none that it could continue with."""
+    saved_by: int = 0
+    """Number of ranks that saved the value."""
+    about: str = ""
+    """The difference to the ranks of this load, for a message; empty without a difference."""
+    keys: Collection[str] = ()
+    """Keys of the value on this rank, if there is a difference."""
+
+
+def name_on_rank(entry: RankEntry, index: CheckpointIndex, world_size: int | None) -> RankName:
+    """Find the entry of this rank.
+
+    Args:
+        world_size: Number of ranks that saved the checkpoint; None if it is not recorded.
+    """
+    own, shared, entries = entry.name_on(entry.rank), entry.shared_name, _entries(index, entry)
+    if not entries:
+        if shared not in index and not index.under(f"{shared}."):
+            return RankName(own)
+        note = f" has one value of {shared!r} for all ranks: each rank takes it" if entry.world_size > 1 else ""
+        return RankName(shared, note)
+    if entry.is_derived:
+        from dcp_plugin.core.state.random_streams import about_new_ranks  # the only objects of this kind
+
+        about = about_new_ranks(len(entries), entry.world_size)
+        name = own if entry.rank in entries else entry.name_on(min(entries))
+        return RankName(name, f": {about}" if about else "")
+    saved_by = world_size or max(entries) + 1
+    if saved_by == entry.world_size or (saved_by > entry.world_size and not entry.is_position):
+        return RankName(own)
+    is_kept = entry.is_position or entry.rank not in entries
+    keys = [own + key for key in entries[min(entries)]]
+    return RankName(own, "", is_kept, saved_by, _about_ranks(entry, saved_by), keys)
+
+
+def _entries(index: CheckpointIndex, entry: RankEntry) -> dict[int, list[str]]:
+    """Return the stored keys of a per-rank value by rank, without the value's name in front."""
+    entries: dict[int, list[str]] = defaultdict(list)
+    steps = entry.above.count(".") + 1
+    for key in index.under(f"{entry.above}."):
+        rank = key.removeprefix(f"{entry.above}.").partition(".")[0]
+        # The step is text. An integer step would be the index of a list.
+        if rank.isdecimal() and index.path_of(key)[steps : steps + 1] == (rank,):
+            name = entry.name_on(int(rank))
+            if f"{key}.".startswith(f"{name}."):
+                entries[int(rank)].append(key.removeprefix(name))
+    return entries
+
+
+def _about_ranks(entry: RankEntry, saved_by: int) -> str:
+    """Return a line about a per-rank value in a checkpoint that another number of ranks saved."""
+    name, world_size = entry.shared_name, entry.world_size
+    if entry.is_position:
+        return (
+            f"{name!r} has the positions of {saved_by} ranks in the data, which {world_size} ranks divide otherwise: "
+            f"the data starts at the beginning"
+        )
+    to_last = "" if world_size == saved_by + 1 else f" to {world_size - 1}"
+    return f"{name!r} has the values of {saved_by} ranks, and none for rank {saved_by}{to_last}: these keep their own"

@@ -1,0 +1,376 @@
+"""Module state by clean FQN, for any wrapper; sharded views, no copies where the wrapper allows.
+
+For a plain module, DDP, FSDP2 and tensor parallelism, ``state_dict()`` returns views of the parameters (DTensors if
+they are sharded), and filling a view loads the parameter.
+
+FSDP1 is the only wrapper whose visible parameters do not hold the state: it keeps flat parameters. Its state dicts are
+made by communication and hold ShardedTensors (DTensors with a device mesh), and loads go through them as well. Both use
+the public ``torch.distributed.checkpoint.state_dict`` functions, with two corrections:
+
+- ``get_optimizer_state_dict`` steps an optimizer on each rank where it has no state, to create the state. A save must
+  not change any state, so FSDP is called directly.
+- ``set_optimizer_state_dict`` invents ``step`` for parameters that the loaded state does not have; it is removed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+
+from dcp_plugin.core.errors import CheckpointMismatch, warn
+from dcp_plugin.core.state.names import CleanNames, OwnNames, contains_fsdp1, is_ddp, named_modules, parameter_names
+from dcp_plugin.core.tensors import _torch_modules
+from dcp_plugin.core.tensors._torch import DTensor, laid_out_like, sharded_value
+from dcp_plugin.core.tensors._torch_modules import (
+    Incompatible,
+    checkpointable_parameters,
+    overrides_load_state_dict,
+    overrides_state_dict,
+    takes_argument,
+    unpatched,
+)
+from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS, memory_of
+
+
+def reshard(module: nn.Module) -> None:
+    """Have FSDP2 restore its sharded parameters where a forward has left gathered ones, as ``state_dict()`` does.
+
+    Under ``no_grad`` no backward restores them for the root, and optimizers hold the sharded ones.
+    """
+    for _, child in named_modules(module):
+        _torch_modules.reshard(child)
+
+
+def inside_ddp(module: nn.Module) -> nn.Module:
+    """Return the module that DDP wraps if it overrides ``state_dict`` or ``load_state_dict``, else ``module``.
+
+    DDP ignores the result of its module's ``state_dict``, and never calls its ``load_state_dict``. Frameworks that add
+    DDP call both.
+    """
+    inner: Any = module.module if is_ddp(module) else module
+    return inner if overrides_state_dict(inner) else module
+
+
+def gather_module(module: nn.Module) -> dict[str, Any]:
+    """Return the state of a module: parameters, persistent buffers and extra state by clean FQN.
+
+    Tensors have the global shape of the parameter and hold this rank's part of it (Tensor, DTensor or ShardedTensor).
+    Collective if the module contains FSDP1.
+    """
+    return ModuleState.of(module).values
+
+
+def gather_with_names(module: nn.Module) -> tuple[dict[str, Any], OwnNames]:
+    """Return :func:`gather_module`, and the names in ``state_dict()`` of the module; of the module inside, for DDP."""
+    state, front = ModuleState.of(module), "module." if is_ddp(module) else ""
+    return state.values, OwnNames.of({clean: own.removeprefix(front) for clean, own in state.raw.items()})
+
+
+@dataclass(frozen=True)
+class ModuleState:
+    """State dict of a module."""
+
+    values: dict[str, Any]
+    """Values by clean FQN."""
+    raw: dict[str, str]
+    """Key in ``state_dict()`` of each clean FQN; under FSDP1, which does not use it, the FQN itself."""
+    metadata: dict[str, Any]
+    """Metadata in ``state_dict()`` of each submodule: the version of its class."""
+    clean: CleanNames
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ModuleState:
+        """Return the state dict of a module. Collective if the module contains FSDP1."""
+        clean = CleanNames(module)
+        if contains_fsdp1(module):
+            values = gather_fsdp1_module(module)
+            return cls(values, {key: key for key in values}, {}, clean)
+        state = unpatched(module, "state_dict")()
+        for name, own in checkpointable_parameters(named_modules(module)):
+            if name in state:
+                state[name] = laid_out_like(state[name], own)
+        raw = {clean(name): name for name in state}
+        return cls({key: state[name] for key, name in raw.items()}, raw, getattr(state, "_metadata", None) or {}, clean)
+
+    def clean_prefix(self, prefix: str) -> str:
+        """Return the prefix of the clean FQNs below a submodule, given its prefix in the wrapped module."""
+        inner = self.clean(prefix.removesuffix("."))
+        return f"{inner}." if inner else ""
+
+
+def apply_module(module: nn.Module, state: dict[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
+    """Load a state dict by clean FQN, for any wrapper; return the missing and the unexpected keys.
+
+    Collective if the module contains FSDP1.
+
+    Args:
+        strict: The argument for an overridden ``load_state_dict``. Torch's own collects the keys, and does not raise.
+
+    Raises:
+        RuntimeError: As ``nn.Module.load_state_dict``: a tensor has another shape.
+    """
+    clean = CleanNames(module)
+    if contains_fsdp1(module):
+        with _quiet():
+            keys = set_model_state_dict(module, state, options=StateDictOptions(strict=False))
+        report = Incompatible(keys.missing_keys, keys.unexpected_keys)
+    else:
+        wrapped = {clean(name): name for name in unpatched(module, "state_dict")()}
+        raw_state = {wrapped.get(name, name): value for name, value in state.items()}
+        report = call_load_state_dict(module, raw_state, wrapped.values(), strict) or Incompatible()
+    return list(dict.fromkeys(map(clean, report.missing))), list(dict.fromkeys(map(clean, report.unexpected)))
+
+
+def call_load_state_dict(
+    module: nn.Module, state: Mapping[str, Any], own: Collection[str], strict: bool
+) -> Incompatible | None:
+    """Call ``module.load_state_dict``.
+
+    An override gets the dict that its ``state_dict`` returned, and decides which entries to load. It calls
+    ``nn.Module.load_state_dict``, which reports the parameters that its ``state_dict`` leaves out as missing, and the
+    entries that its ``state_dict`` adds as unexpected. Neither is an error.
+
+    Args:
+        own: The keys of ``module.state_dict()``.
+        strict: The argument for an override that takes it. Torch's own collects the keys, and does not raise for them.
+
+    Returns:
+        The missing and the unexpected keys; None if an override does not return them.
+    """
+    load_state_dict, is_override = unpatched(module, "load_state_dict"), overrides_load_state_dict(module)
+    lenient = (not strict or not is_override) and takes_argument(load_state_dict, "strict")
+    result: Any = load_state_dict(state, **({"strict": False} if lenient else {}))
+    if not hasattr(result, "missing_keys"):
+        return None
+    missing, unexpected = list(result.missing_keys), list(getattr(result, "unexpected_keys", ()))
+    if is_override:
+        missing = [key for key in missing if key in own and key not in state]
+        unexpected = [key for key in unexpected if key not in own]
+    return Incompatible(missing, unexpected)
+
+
+def materialise(module: nn.Module) -> list[str]:
+    """Allocate memory for parameters and buffers on the meta device, so that a load can fill them.
+
+    Parameters stay the same objects, for optimizers that hold them and for modules that share them.
+
+    The memory is on the device of a DTensor's mesh, else on torch's default device. No checkpoint has buffers that are
+    not persistent: they get memory without values, and a warning names them.
+
+    Returns:
+        The clean names of the tensors that now have memory and need values; a tied parameter has its first name.
+    """
+    if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        return []  # before state_dict, which under FSDP1 would gather the complete model
+    clean = CleanNames(module)
+    in_checkpoints = set(unpatched(module, "state_dict")())
+    lost = [clean(name) for name, b in module.named_buffers() if b.is_meta and name not in in_checkpoints]
+    waiting = [
+        clean(name)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if tensor.is_meta and name in in_checkpoints
+    ]
+    swap = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for child in module.modules():
+            own: Iterator[Any] = itertools.chain(child.parameters(recurse=False), child.buffers(recurse=False))
+            if (meta := next((tensor for tensor in own if tensor.is_meta), None)) is not None:
+                sharded = isinstance(meta, DTensor)
+                device = meta.device_mesh.device_type if sharded else torch.get_default_device()
+                child.to_empty(device=device, recurse=False)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swap)
+    if lost:
+        message = f"buffers that were on the meta device and are in no checkpoint: {', '.join(lost)}; initialise them"
+        warn(message)
+    return waiting
+
+
+def same_parameter(module: nn.Module, own: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return the first name of each parameter that has several names (tied weights). All are clean FQNs.
+
+    Args:
+        own: The :func:`own_tensors` of the module.
+    """
+    first: dict[int, str] = {}
+    named = [(name, first.setdefault(id(tensor), name)) for name, tensor in own.items()]
+    same = {name: other for name, other in named if other != name} | same_flat_parameter(module)
+    return same | {name: name for name in same.values()}
+
+
+def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers by clean FQN, tied ones under each of their names."""
+    clean = CleanNames(module)
+    parameters = module.named_parameters(remove_duplicate=False)
+    buffers = module.named_buffers(remove_duplicate=False)
+    return {clean(name): tensor for name, tensor in (*parameters, *buffers)}
+
+
+def same_memory(first: Any, second: Any) -> bool:
+    """Return whether two tensors are the same view of the same memory on this rank.
+
+    Every load asks this for every tensor, so plain tensors are compared without a description.
+    """
+    if type(first) in EXACTLY_TENSORS and type(second) in EXACTLY_TENSORS:
+        return memory_of(first) == memory_of(second)
+    first_chunks, second_chunks = sharded_value(first).chunks, sharded_value(second).chunks
+    return [memory_of(chunk.tensor) for chunk in first_chunks] == [memory_of(chunk.tensor) for chunk in second_chunks]
+
+
+def gather_fsdp1_module(module: nn.Module) -> dict[str, Any]:
+    """Return the sharded state dict. Collective: FSDP1 gathers each flat parameter to cut it into shards."""
+    clean = CleanNames(module)
+    with _quiet():
+        return {clean(name): value for name, value in get_model_state_dict(module).items()}
+
+
+def gather_fsdp1_optimizer(
+    module: nn.Module, optimizer: torch.optim.Optimizer, own: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return ``{"state": {fqn: {slot: value}}, "param_groups": [...]}``, sharded. Collective.
+
+    Args:
+        own: The state dict in torch's layout that the optimizer's own code returned. If None, torch asks for one.
+
+    Raises:
+        CheckpointMismatch: The optimizer trains only a part of an FSDP unit. FSDP1 gathers by unit.
+    """
+    clean = CleanNames(module)
+    if not _any_rank_has_state(module, optimizer.state if own is None else own["state"]):
+        return {"state": {}, "param_groups": _groups_without_state(module, optimizer)}
+    sharded = ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+    with _quiet(), FullyShardedDataParallel.state_dict_type(module, StateDictType.SHARDED_STATE_DICT, *sharded):
+        try:
+            local = (
+                unpatched(optimizer, "state_dict")()
+                if own is None
+                else {"state": dict(own["state"]), "param_groups": own["param_groups"]}
+            )
+            gathered: dict[str, Any] = FullyShardedDataParallel.optim_state_dict(module, optimizer, local)
+        except RuntimeError as error:
+            if "is not in the optimizer state" not in str(error):
+                raise
+            raise CheckpointMismatch(
+                f"several optimizers train one FSDP1 unit, or none trains a part of it "
+                f"({str(error).partition('.')[0]}). The state of a unit can only be gathered as a whole. Wrap the "
+                f"parameters of each optimizer separately, or use FSDP2."
+            ) from error
+    state = {clean(name): slots for name, slots in gathered["state"].items() if slots}
+    groups = [
+        {**group, "params": _in_module_order(module, [clean(name) for name in group["params"]])}
+        for group in gathered["param_groups"]
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def _in_module_order(module: nn.Module, names: list[str]) -> list[str]:
+    """Return the names in the order in which an optimizer of the unwrapped module has them.
+
+    Flat parameters change that order: they join the parameters of a unit, which are not together in the module.
+    """
+    if not any(hasattr(parameter, "_fqns") for parameter in module.parameters()):
+        return names
+    clean = CleanNames(module)
+    order: dict[str, int] = {}
+    for name, _ in module.named_modules():
+        order.setdefault(clean(name), len(order))
+    return sorted(names, key=lambda name: order[name.rpartition(".")[0]])
+
+
+def apply_fsdp1_optimizer(
+    module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], extras: Mapping[str, Any]
+) -> None:
+    """Load what :func:`gather_fsdp1_optimizer` returned, or the same for another layout, into any optimizer.
+
+    Collective.
+
+    Args:
+        extras: Entries that the optimizer's own ``load_state_dict`` takes in addition to ``state`` and
+            ``param_groups``.
+    """
+    with _quiet(), _loading_too(optimizer, extras):  # not strict: parameters without a gradient have no state
+        set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(strict=False))
+    names = parameter_names(module)
+    for parameter in list(optimizer.state):
+        if isinstance(parameter, torch.Tensor) and not any(name in state["state"] for name in names[id(parameter)]):
+            del optimizer.state[parameter]
+
+
+@contextmanager
+def _loading_too(optimizer: torch.optim.Optimizer, extras: Mapping[str, Any]) -> Iterator[None]:
+    """Have an optimizer's ``load_state_dict`` get extra entries, which torch's conversion for FSDP1 leaves out."""
+    if not extras:
+        yield
+        return
+    load, on_instance = unpatched(optimizer, "load_state_dict"), vars(optimizer).get("load_state_dict")
+    optimizer.load_state_dict = lambda state_dict: load({**state_dict, **extras})  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if on_instance is None:
+            del vars(optimizer)["load_state_dict"]
+        else:
+            vars(optimizer)["load_state_dict"] = on_instance
+
+
+def _any_rank_has_state(module: nn.Module, state: Mapping[Any, Any]) -> bool:
+    """Return whether any rank has state. One rank may have all of it, and the others must take part in gathering."""
+    wrapper = next(child for child in module.modules() if isinstance(child, FullyShardedDataParallel))
+    has_state = torch.tensor(any(state.values()), dtype=torch.int64, device=wrapper.compute_device)
+    dist.all_reduce(has_state, op=dist.ReduceOp.MAX, group=wrapper.process_group)
+    return bool(has_state.item())
+
+
+def _groups_without_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    names = parameter_names(module)
+    return [
+        {
+            **{field: value for field, value in group.items() if field != "params"},
+            "params": _in_module_order(
+                module, [name for parameter in group["params"] for name in names[id(parameter)]]
+            ),
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def same_flat_parameter(module: nn.Module) -> dict[str, str]:
+    """Return the other names of tied weights in flat parameters, and the name under which each is flattened."""
+    clean = CleanNames(module)
+    same = {}
+    for name, parameter in module.named_parameters():
+        owner = name.removesuffix("_flat_param")
+        for tied in getattr(parameter, "_shared_param_infos", ()):  # also relative to the flat parameter's module
+            again, first = (tied.module_name, tied.param_name), (tied.prim_module_name, tied.prim_param_name)
+            same[clean(owner + ".".join(filter(None, again)))] = clean(owner + ".".join(filter(None, first)))
+    return same
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the public functions, which warn on every call about FSDP's deprecated context managers."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+        warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")
+        yield

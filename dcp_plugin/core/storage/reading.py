@@ -1,0 +1,319 @@
+"""Reads of a load: neighbours in a file form a batch, which one system call reads and scatters to the memory of each.
+
+There are two kinds of batches. A :class:`BatchOfFetches` takes any ranges of a plan. Most tensors of most loads are
+read as they are stored: one chunk, complete, of the same dtype, into host memory. The small ones among these form a
+:class:`BatchOfChunks`, which is computed in columns: a fetch, its ranges and its views are objects, and for 4 000
+tensors of 4 KiB they took a third of the load.
+
+Several threads read the batches, also of one file, and share the work by bytes. Bytes are checked before they are
+copied; bytes that are read straight into the memory of a target are checked there.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dcp_plugin.core.errors import CheckpointCorrupt
+from dcp_plugin.core.format.columns import ranges
+from dcp_plugin.core.format.index import CheckpointIndex
+from dcp_plugin.core.format.payload import BlockHashes, Frame, block_size, hashes_in
+from dcp_plugin.core.media import RangedFile, Readable, ReadCost, bytes_behind, first_bytes, stretches
+from dcp_plugin.core.records import WholeChunk
+from dcp_plugin.core.storage.fetch import Fetch, IntoMemory, Part
+from dcp_plugin.core.storage.published import gone_or_damaged
+from dcp_plugin.core.tensors.host_memory import READ_PIECE, Rings, memory_view
+
+_MOST_PARTS = 256  # each has up to four pieces of memory; the system takes 1024 in a call
+
+
+@dataclass
+class Count:
+    """Bytes read from data files, and the number of them that no checksum covers although the item has one."""
+
+    read: int = 0
+    unchecked: int = 0
+
+
+class Batch(ABC):
+    """Bytes that one thread reads at a time."""
+
+    file: str
+    begin: int
+    """Position of the first byte in the file."""
+    nbytes: int
+    """Bytes from ``begin`` to the end of the batch."""
+    key: str
+    """First key that is read, for messages."""
+
+    @abstractmethod
+    def read(self, file: RangedFile, rings: Rings, count: Count) -> None:
+        """Read, check and copy the batch. Raises CheckpointCorrupt, naming file and key, and OSError."""
+
+    @abstractmethod
+    def key_at(self, position: int) -> str:
+        """Return the first key with bytes behind a position of the file."""
+
+    def fill(self, file: RangedFile, views: list[memoryview], begin: int, end: int) -> int:
+        """Read a range of the file into memory of its size. Return the size."""
+        if (count := file.fill(views, begin)) < end - begin:
+            raise CheckpointCorrupt(f"{self.file} ends within {self.key_at(begin + count)}")
+        return count
+
+
+class BatchOfFetches(Batch):
+    """Fetches in the order of the file. If there are several, each has one range.
+
+    Args:
+        cost: The cost of reads. Checked ranges are read in pieces that are still in the processor's cache when they are
+            checked, unless a read costs as much as a piece: then one call reads a range.
+    """
+
+    def __init__(self, fetches: list[Fetch], cost: ReadCost) -> None:
+        first = fetches[0]
+        self._fetches = fetches
+        self._piece = READ_PIECE if cost.gap < READ_PIECE and first.block is not None else sys.maxsize
+        self.file, self.begin, self.key = first.location.file, first.begin, first.key
+        self.nbytes = fetches[-1].end - self.begin
+
+    def read(self, file: RangedFile, rings: Rings, count: Count) -> None:
+        fetches = self._fetches
+        block = rings.next(fetches[0].device)
+        placed = [(fetch, fetch.parts(block)) for fetch in fetches]
+        if len(fetches) == 1:
+            ((fetch, parts),) = placed
+            origin, fill, check = self.begin - fetch.ranges[0][0], self.fill, fetch.check
+            for part in parts:
+                for start, stop, memory in (part,) if part[1] - part[0] <= self._piece else _pieces(part, self._piece):
+                    count.read += fill(file, memory, origin + start, origin + stop)
+                    count.unchecked += check(start, stop, memory)
+            fetch.finish(block)
+            return
+        apart = [(fetch.begin, views) for fetch, ((_, _, views),) in placed]
+        count.read += self.fill(file, _with_gaps(apart), self.begin, self.begin + self.nbytes)
+        for fetch, (part,) in placed:
+            count.unchecked += fetch.check(*part)
+            fetch.finish(block)
+
+    def key_at(self, position: int) -> str:
+        return next(fetch.key for fetch in self._fetches if fetch.end > position)
+
+
+@dataclass
+class BatchOfChunks(Batch):
+    """Complete chunks in the order of the file, each straight into its target. Corresponding rows are columns.
+
+    ``begins`` are the bytes of the file where the payloads start, ``hashes`` the hashes of each; an empty list checks
+    nothing.
+    """
+
+    index: CheckpointIndex
+    file: str
+    begins: list[int]
+    chunks: list[WholeChunk]
+    hashes: list[list[int]]
+
+    def __post_init__(self) -> None:
+        self.begin, self.key = self.begins[0], self.chunks[0].key
+        self.nbytes = self.begins[-1] + self.chunks[-1].target.nbytes - self.begin
+
+    def read(self, file: RangedFile, rings: Rings, count: Count) -> None:
+        views = [memory_view(chunk.target) for chunk in self.chunks]
+        scattered = _with_gaps((begin, [view]) for begin, view in zip(self.begins, views, strict=True))
+        count.read += self.fill(file, scattered, self.begin, self.begin + self.nbytes)
+        for chunk, view, expected in zip(self.chunks, views, self.hashes, strict=True):
+            if expected and hashes_in(view) != expected:
+                location, span = self.index.location(chunk.number), (0, len(view))
+                IntoMemory(chunk.key, location, [span], block_size(len(view)), 0, view).check(*span, [view])
+
+    def key_at(self, position: int) -> str:
+        rows = zip(self.begins, self.chunks, strict=True)
+        return next(chunk.key for begin, chunk in rows if begin + chunk.target.nbytes > position)
+
+
+def batches_of(fetches: list[Fetch], cost: ReadCost) -> Iterator[Batch]:
+    """Yield fetches in the order of the files; each batch holds the fetches that one call reads."""
+
+    def joins(batch: list[Fetch], fetch: Fetch) -> bool:
+        last = batch[-1]
+        return (
+            fetch.location.file == last.location.file
+            and 0 <= fetch.begin - last.end <= cost.gap
+            and fetch.end - batch[0].begin <= cost.most
+            and fetch.has_one_range
+            and last.has_one_range
+            and fetch.device == last.device
+            and len(batch) < _MOST_PARTS
+        )
+
+    batch: list[Fetch] = []
+    for fetch in sorted(fetches, key=lambda fetch: (fetch.location.file, fetch.begin)):
+        if batch and not joins(batch, fetch):
+            yield BatchOfFetches(batch, cost)
+            batch = []
+        batch.append(fetch)
+    if batch:
+        yield BatchOfFetches(batch, cost)
+
+
+def batches_of_chunks(
+    chunks: Sequence[WholeChunk], index: CheckpointIndex, cost: ReadCost, verify: bool
+) -> Iterator[Batch]:
+    """Yield complete chunks in the order of the file; each batch holds the chunks that one call reads."""
+    if not chunks:
+        return
+    rows = np.array([chunk.number for chunk in chunks], np.int64)
+    columns = index.columns
+    order = np.lexsort((columns["place"][rows, 0], columns["file"][rows]))
+    rows = rows[order]
+    in_order = [chunks[at] for at in order.tolist()]
+    number, place = columns["file"][rows], columns["place"][rows]
+    lengths, begins = place[:, 3], place[:, 0] + place[:, 2]
+    ends = begins + lengths
+    gaps = begins[1:] - ends[:-1]
+    apart = [True, *((number[1:] != number[:-1]) | (gaps < 0) | (gaps > cost.gap)).tolist()]
+    starts = index.block_starts[rows]
+    counts = (index.block_starts[rows + 1] - starts) * verify
+    hashes = index.columns["hash"][ranges(starts, counts)].tolist()
+    stops = [0, *np.cumsum(counts).tolist()]
+    begin_of, end_of = begins.tolist(), ends.tolist()
+    first = 0
+    for at in range(1, len(rows) + 1):
+        if at == len(rows) or apart[at] or at - first == _MOST_PARTS or end_of[at] - begin_of[first] > cost.most:
+            part = slice(first, at)
+            name = index.file_names[number[first]]
+            of_chunks = [hashes[stops[row] : stops[row + 1]] for row in range(first, at)]
+            yield BatchOfChunks(index, name, begin_of[part], in_order[part], of_chunks)
+            first = at
+
+
+def _pieces(part: Part, size: int) -> Iterator[Part]:
+    """Yield a range and its memory, cut at the multiples of ``size``, where blocks of checksums also end."""
+    begin, end, views = part
+    while end - begin > size:
+        stop = (begin // size + 1) * size
+        yield begin, stop, first_bytes(views, stop - begin)
+        views, begin = bytes_behind(views, stop - begin), stop
+    yield begin, end, views
+
+
+def _with_gaps(parts: Iterable[tuple[int, list[memoryview]]]) -> list[memoryview]:
+    """Return the memory of parts of a file in order, given their positions, with spare memory for the gaps."""
+    scattered: list[memoryview] = []
+    spare = memoryview(b"")
+    position = None
+    for begin, views in parts:
+        if position is not None and begin > position:
+            if begin - position > len(spare):
+                spare = memoryview(bytearray(begin - position))
+            scattered.append(spare[: begin - position])
+        scattered += views
+        position = begin + sum(map(len, views))
+    return scattered
+
+
+def read(files: Readable, batches: Iterable[Batch], io_threads: int) -> Count:
+    """Execute all batches.
+
+    Raises:
+        CheckpointCorrupt: The message names file and key. Targets may be partly filled.
+        CheckpointNotFound: A file is missing because the checkpoint was deleted meanwhile. Targets may be partly
+            filled.
+        CheckpointUnreadable: The file system failed. Targets may be partly filled.
+    """
+    in_order = sorted(batches, key=lambda batch: (batch.file, batch.begin))
+    threads = max(1, min(max(io_threads, files.cost.at_once), len(in_order)))
+    work = [
+        deque(in_order[at] for at in stretch) for stretch in stretches([batch.nbytes for batch in in_order], threads)
+    ]
+
+    def read_some(first: int) -> Count:
+        try:
+            return _read_batches(files, _taken(work, first))
+        except BaseException:
+            for queue in work:
+                queue.clear()  # so that the other threads stop reading
+            raise
+
+    if threads == 1:
+        return read_some(0)
+    with ThreadPoolExecutor(threads, thread_name_prefix="dcp-read") as pool:
+        counts = [job.result() for job in [pool.submit(read_some, first) for first in range(threads)]]
+    return Count(sum(count.read for count in counts), sum(count.unchecked for count in counts))
+
+
+def _taken(work: list[deque[Batch]], number: int) -> Iterator[Batch]:
+    """Yield the batches of a thread: its stretch from the front, and then the last ones of the longest other
+    stretches."""
+    with suppress(IndexError):
+        while True:
+            yield work[number].popleft()
+    with suppress(IndexError):
+        while True:
+            yield max(work, key=len).pop()
+
+
+def _read_batches(files: Readable, work: Iterator[Batch]) -> Count:
+    """Read batches in one thread until none are left. The last file stays open for the next batch."""
+    rings, count = Rings(), Count()
+    name, file = "", None
+    try:
+        for batch in work:
+            if file is None or batch.file != name:
+                if file is not None:
+                    file.close()
+                name = batch.file
+                file = files.open(name)
+            while True:
+                try:
+                    batch.read(file, rings, count)
+                    break
+                except CheckpointCorrupt:
+                    if not files.mark_unreliable(file):
+                        raise
+                    file.close()
+                    file = files.open(name)
+    except OSError as error:
+        raise gone_or_damaged(files, f"cannot read {batch.key} in {batch.file}", error) from error
+    except CheckpointCorrupt as error:
+        raise CheckpointCorrupt(f"{files.where}: {error}") from None
+    finally:
+        rings.wait()
+        if file is not None:
+            file.close()
+    return count
+
+
+def framed_item(file: RangedFile, begin: int, around: Frame) -> np.ndarray[Any, np.dtype[np.uint64]] | None:
+    """Read the item of a tensor at a position of a file, and return its hashes. Return None if other bytes than the
+    frame are around its payload. Raises OSError."""
+    payload, behind = begin + around.payload_offset, begin + around.payload_offset + around.payload_length
+    hashes = BlockHashes(block_size(around.payload_length))
+    for _, piece in pieces_between(file, payload, behind):
+        hashes.add(piece)
+    frame = read_between(file, begin, payload) + read_between(file, behind, begin + around.length)
+    return np.array(hashes.row, np.uint64) if frame == around.head + around.tail else None
+
+
+def pieces_between(file: RangedFile, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
+    """Yield the bytes of a range in pieces, each with its position. Raises OSError."""
+    memory = memoryview(bytearray(min(end - begin, READ_PIECE)))
+    for at in range(begin, end, READ_PIECE):
+        piece = memory[: end - at]
+        if file.fill([piece], at) < len(piece):
+            raise OSError(errno.EIO, "it became shorter while it was read")
+        yield at, piece
+
+
+def read_between(file: RangedFile, begin: int, end: int) -> bytes:
+    """Return the bytes of a range. Raises OSError."""
+    return b"".join(bytes(piece) for _, piece in pieces_between(file, begin, end))

@@ -1,0 +1,191 @@
+"""Types shared by all layers, and the reports that the public functions return."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from inspect import get_annotations
+from typing import TYPE_CHECKING, Any, ForwardRef, Literal, NamedTuple, TypeVar
+
+from dcp_plugin.core.paths import Where
+
+if TYPE_CHECKING:
+    import torch
+
+VERSION = "0.1.0"
+"""Version of this package, recorded in each checkpoint."""
+
+Shape = tuple[int, ...]
+
+C = TypeVar("C", bound=type)
+
+
+def public_class(package: str = "dcp_plugin") -> Callable[[C], C]:
+    """Return a decorator that names the package from which users import a class as its module.
+
+    Pickles of users refer to a class by its module, so they survive a move of the code. ``typing.get_type_hints`` still
+    resolves the annotations: each refers to the module that contains it.
+    """
+
+    def named(cls: C) -> C:
+        cls.__annotations__ = {
+            name: ForwardRef(text, is_argument=False, module=cls.__module__, is_class=True)
+            if isinstance(text, str)
+            else text
+            for name, text in get_annotations(cls).items()
+        }
+        cls.__module__ = package
+        return cls
+
+    return named
+
+
+class LocalChunk(NamedTuple):
+    """A box of a global tensor on this rank: ``tensor`` has shape ``sizes`` and starts at ``offsets``."""
+
+    offsets: Shape
+    sizes: Shape
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ShardedValue:
+    """One rank's view of a global tensor: shape, dtype, and the chunks that the rank holds, possibly none."""
+
+    shape: Shape
+    dtype: torch.dtype
+    chunks: tuple[LocalChunk, ...]
+    any_rank: bool = False
+    """True if ranks with the same chunk hold the same bytes, so each of them may write the chunk or a part of it.
+    Otherwise the first rank writes: buffers under DDP, for example, differ between ranks, and those of rank 0 count."""
+    frozen: bool = False
+    """True for a parameter that is not trained. It probably has the same bytes at the next save."""
+    stored_whole: bool = False
+    """True if the data of a chunk is not, or not only, in its memory (:mod:`dcp_plugin.core.tensors.kinds`).
+    ``torch.save`` then makes one item of each chunk, and a chunk is never cut."""
+    layout: str = "replicated or single"
+    """Distribution of the tensor, in words, for the summary."""
+    origin: Any = field(default=None, compare=False, repr=False)
+    """The tensor of which the chunks are views, if a stage needs it. A DTensor counts in-place operations itself, not
+    on its local tensor; and a slot of an optimizer is recognized by the identity of its tensor."""
+
+    @classmethod
+    def of_all(cls, tensor: torch.Tensor, any_rank: bool = False) -> ShardedValue:
+        """Describe a tensor that is complete on this rank."""
+        shape = tuple(tensor.shape)
+        chunk = tuple.__new__(LocalChunk, ((0,) * len(shape), shape, tensor))
+        # Saves call this for thousands of tensors. Filling __dict__ takes a third of the time of the constructor of a
+        # frozen dataclass. Fields that are not set here have the class's defaults.
+        made = object.__new__(cls)
+        fields = made.__dict__
+        fields["shape"], fields["dtype"], fields["chunks"], fields["any_rank"] = shape, tensor.dtype, (chunk,), any_rank
+        return made
+
+
+class Standing(enum.IntEnum):
+    """Right of a rank's entry to be the value of its key. If ranks differ, only the entries with the lowest count."""
+
+    HOLDS = 0
+    CHANGED = 1
+    """A load gave the value to a rank that had nothing there, and the rank has changed it since."""
+    RECEIVED = 2
+    """As ``CHANGED``, but the rank still has what the load gave it: a copy that another rank may have outdated."""
+    EMPTY = 3
+    """None, or an empty sequence or set."""
+    EMPTY_MAPPING = 4
+    """Stock stores no key for it."""
+
+
+@dataclass(frozen=True)
+class EncodedValue:
+    """A value that is no tensor, encoded as the bytes to store."""
+
+    data: bytes
+    standing: Standing = Standing.HOLDS
+
+
+Flat = dict[str, "ShardedValue | EncodedValue"]
+"""State by key. The state layer passes it to staging, and staging passes it to planning."""
+
+KeyPath = tuple[Any, ...]
+"""Path of a key in the nested state. A step is a ``str`` for a mapping key, an ``int`` for a list index, ``("t", i)``
+for a tuple index, or ``("k", key)`` for a mapping key that is not text. For a mapping class other than ``dict``, the
+step has the class's name in :data:`~dcp_plugin.core.format.columns.MAPPING_CLASSES` in place of ``"k"``, even if the
+key is text."""
+
+
+@dataclass
+class Wanted:
+    """Tensors and values of a checkpoint that one object of the state loads. Keys are relative to the object's name."""
+
+    targets: dict[str, Any] = field(default_factory=dict)
+    """Tensors to fill; :class:`~dcp_plugin.core.state.module_load.Deferred` for tensors that get memory later; None for
+    other values, which the loaded values replace."""
+    missing: list[str] = field(default_factory=list)
+    """Keys that only the object has. For an optimizer, these include parameters unfrozen since the save."""
+    unexpected: list[str] = field(default_factory=list)
+    """Keys that only the checkpoint has. For an optimizer, these include parameters frozen since the save."""
+    unmatched: list[str] = field(default_factory=list)
+    """All keys of a module if the checkpoint has none of them."""
+    lacking: dict[str, Any] = field(default_factory=dict)
+    """Tensors of data or of a Stateful that the checkpoint does not have."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Entries that only the checkpoint has, as targets that get memory later. ``load_state_dict`` or hooks of the
+    object may take them."""
+    in_room: set[str] = field(default_factory=set)
+    """Keys of ``extra`` that replace an empty mapping, None or another leaf of the object."""
+    resized: dict[str, Any] = field(default_factory=dict)
+    """The object's tensors whose shape differs from the checkpoint's. ``targets`` has the checkpoint's shape."""
+    undecided: list[str] = field(default_factory=list)
+    """Missing keys of a module whose load hooks decide if they are an error."""
+    stored_as: dict[str, str] = field(default_factory=dict)
+    """Targets of an optimizer -> their key in the checkpoint, if it differs: the key of this rank's own state, or a key
+    with the number of the parameter."""
+    lost: list[str] = field(default_factory=list)
+    """Keys of per-rank state that the checkpoint has, but not for this rank's part of the parameter."""
+    for_other_ranks: list[str] = field(default_factory=list)
+    """Keys of per-rank state for parameters of which this rank has no part."""
+    empty: bool = False
+    """True if the checkpoint has no keys because the object had none. The object is then loaded from an empty state."""
+    received: set[str] = field(default_factory=set)
+    """Keys that the object gets although it has nothing there: nothing, None or an empty container."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Targets that must exist in the object before a load can fill them -> the reason."""
+    unfit: str = ""
+    """The reason why an optimizer cannot use the stored state at all; empty if it can."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """Frozen parameters that the checkpoint leaves out, and that keep their values."""
+    tolerated: str = ""
+    """The meaning of missing and unexpected keys, for a warning, if they are no error."""
+
+
+def as_html(report: Any) -> str:
+    """Return a report for a notebook: its line, and a table with a row for each field. Long lists are cut."""
+    from html import escape
+
+    from dcp_plugin.core.errors import one_line, some
+
+    rows = ""
+    for name, value in vars(report).items():
+        items = [f"{key}: {item}" for key, item in value.items()] if isinstance(value, dict) else value
+        text = some(items, 10) if isinstance(items, (list, tuple)) else one_line(str(items))
+        rows += f"<tr><th>{name}</th><td>{escape(text)}</td></tr>"
+    return f"<p>{escape(one_line(str(report)))}</p><table>{rows}</table>"
+
+
+@public_class("dcp_plugin.tools")
+@dataclass(frozen=True)
+class CheckpointState:
+    """A directory that is a checkpoint or looks like one."""
+
+    path: Where
+    committed: bool
+    reason: str = ""
+    """The reason why the directory is not a checkpoint; empty if it is one."""
+    step: int | None = None
+    time: float = 0.0
+    tier: Literal["durable", "local"] = "durable"
+    """``"local"``: only ``keeper.dir`` of the nodes has the checkpoint, and there is none at the path."""
+    metrics: dict[str, float] = field(default_factory=dict, hash=False)
+    """Metrics, see :class:`CheckpointInfo`; empty with tier ``"local"``."""

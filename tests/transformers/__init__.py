@@ -1,0 +1,1 @@
+"""Tests of :mod:`dcp_plugin.transformers`."""
