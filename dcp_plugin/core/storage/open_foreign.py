@@ -11,7 +11,9 @@ from dcp_plugin.core.format import INDEX, METADATA, exists, has_traces, is_own, 
 from dcp_plugin.core.format.foreign import Contents, detect, fingerprint_of
 from dcp_plugin.core.format.summary import fingerprint
 from dcp_plugin.core.interrupts import collector_paused
-from dcp_plugin.core.media import Medium, Readable, is_workspace, medium_of, snapshot
+from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media.medium import Medium, Readable
+from dcp_plugin.core.media.places import is_workspace, snapshot
 from dcp_plugin.core.paths import Where, is_link
 from dcp_plugin.core.records import OpenCheckpoint
 from dcp_plugin.core.storage.open import open_checkpoint
@@ -109,7 +111,7 @@ def _refuse_run(path: Where, weights: list[str]) -> None:
         CheckpointNotFound: The message names the newest complete checkpoint, and the files; or it says that there is no
             complete one.
     """
-    checkpoints = list(_checkpoints_below(snapshot(path), path, _DEPTH))
+    checkpoints = list(_checkpoints_below(snapshot(medium_of(path), path), path, _DEPTH))
     below = next((checkpoint for checkpoint, is_complete in checkpoints if is_complete), None)
     if below is None and (weights or not checkpoints):
         return

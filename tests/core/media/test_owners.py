@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 import dcp_plugin as dcp
-from dcp_plugin.core.media import WORKSPACE
 from dcp_plugin.core.media.disk import commit, posix
+from dcp_plugin.core.media.disk.local_disk import LocalDisk
+from dcp_plugin.core.media.places import WORKSPACE
 from dcp_plugin.tiers import spool
 from dcp_plugin.tiers.local_checkpoints import LocalCheckpoints
 from tests.users import as_another_user
@@ -133,7 +134,7 @@ def test_an_own_workspace_loses_the_permissions_of_others_and_their_records_stay
     (shared / WORKSPACE).chmod(mode)
     _save(shared / "x")
     assert (shared / WORKSPACE).stat().st_mode & 0o022 == 0 and os.listdir(private) == ["secret"]
-    left = [leftover for leftover in commit.collect_garbage(shared / WORKSPACE) if leftover.stays]
+    left = [leftover for leftover in LocalDisk().collect_garbage(shared / WORKSPACE) if leftover.stays]
     assert [leftover.path.name for leftover in left] == ["aaaa.aside"] and f"uid {ATTACKER}" in left[0].what
 
 
