@@ -292,8 +292,8 @@ def copy_one(self, *arguments):
     seen.append(arguments)
     if len(seen) == int(number):
         if how == "RMTREE":
-            from dcp_plugin.core.runs import retention
-            retention.remove(source)
+            from dcp_plugin.core.runs import deletion
+            deletion.remove(source)
         elif how == "FSIZE":
             import resource
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
