@@ -129,11 +129,12 @@ def _open_held(path: Where, files: Readable, salvage: bool) -> OpenCheckpoint:
     if not reason and {INDEX, SUMMARY} <= {*names} and (summary := summary_in(files)) is not None:
         index = _decoded(read(files, INDEX), files, summary)
         return OpenCheckpoint(path, files, index, summary.index_sha256, "dcp_plugin", summary.kinds, summary)
-    from dcp_plugin.core.storage.open_foreign import (
-        open_foreign,  # most loads are of our checkpoints and do not need it
-    )
+    from dcp_plugin.core.storage import open_foreign  # most loads are of our checkpoints and do not need it
 
-    return open_foreign(path, files, reason)
+    if not reason and open_foreign.is_view_of_ours(path):
+        files.close()
+        return open_checkpoint(path.parent)
+    return open_foreign.open_foreign(path, files, reason)
 
 
 def _decoded(data: bytes, files: Readable, summary: Summary) -> CheckpointIndex:

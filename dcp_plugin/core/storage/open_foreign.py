@@ -16,12 +16,17 @@ from dcp_plugin.core.media.medium import Medium, Readable
 from dcp_plugin.core.media.places import is_workspace, snapshot
 from dcp_plugin.core.paths import Where, is_link
 from dcp_plugin.core.records import OpenCheckpoint
-from dcp_plugin.core.storage.open import open_checkpoint
 
 _DEPTH = 3
 """Levels below a directory that are searched for checkpoints: frameworks nest theirs (``version_0/checkpoints/…``)."""
 _MOST_LISTED = 1000
 """Entries of a directory that are searched."""
+
+
+def is_view_of_ours(path: Where) -> bool:
+    """Return whether a path is that of a folder with a view for Accelerate, which names the files of the checkpoint of
+    ours above it. Raises OSError."""
+    return detect.is_of_accelerate(path.name) and exists(medium_of(path).open(path.parent), INDEX)
 
 
 def open_foreign(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
@@ -37,9 +42,6 @@ def open_foreign(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
 
 
 def _open_dcp(path: Where, files: Readable) -> OpenCheckpoint:
-    if detect.is_of_accelerate(path.name) and exists(medium_of(path).open(path.parent), INDEX):
-        files.close()  # a view of ours, which names the files of the checkpoint above it
-        return open_checkpoint(path.parent)
     data = read(files, METADATA)
     if detect.is_of_lightning(files):
         index, kinds = detect.lightning_index(files)
