@@ -29,8 +29,9 @@ from dcp_plugin.core.media.output import Output, exists, has_appeared, output_at
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.core.ranks.calls import Call, together
 from dcp_plugin.core.ranks.collectives import Ranks
+from dcp_plugin.core.records import as_html
 from dcp_plugin.core.storage.reader import ShardedReader
-from dcp_plugin.core.types import as_html, public_class
+from dcp_plugin.core.types import public_class
 from dcp_plugin.tools.formats import Layout, Selected, hugging_face, safetensors_files, torch_files
 from dcp_plugin.tools.formats.dcp_files import DcpCheckpoint
 from dcp_plugin.tools.stream import Counter, Globs, Progress, Stream, renamed, select, texts

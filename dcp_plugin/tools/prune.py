@@ -17,11 +17,12 @@ from dcp_plugin.core.media import Leftover, medium_of, workspace_of
 from dcp_plugin.core.media.usage import Usage
 from dcp_plugin.core.media.usage import usage as usage_of
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path, links_in, resolved
+from dcp_plugin.core.records import as_html
 from dcp_plugin.core.retention import Retention
 from dcp_plugin.core.runs import figures
 from dcp_plugin.core.runs.deletion import remove
 from dcp_plugin.core.runs.scan import state_of
-from dcp_plugin.core.types import CheckpointState, as_html, public_class
+from dcp_plugin.core.types import CheckpointState, public_class
 from dcp_plugin.tools.listing import OURS, Found, ListedCheckpoint, is_in_flight, look_below
 from dcp_plugin.tools.stream import Counter, Progress
 
