@@ -22,7 +22,7 @@ from dcp_plugin.core.errors import CheckpointError
 from dcp_plugin.core.staging.guard import wait_until_copied
 from dcp_plugin.integration.lightning_packages import PACKAGES, Package, has_base, home_of, package_behind
 from dcp_plugin.lightning import _lightning
-from dcp_plugin.lightning.io import DCPCheckpointIO, in_existence
+from dcp_plugin.lightning.io import DCPCheckpointIO, OthersHooks, in_existence
 from dcp_plugin.lightning.live_load import open_directories
 from dcp_plugin.lightning.model_checkpoint import (
     WHERE_IT_SAVES,
@@ -119,7 +119,7 @@ def _watch_hooks(trainer: Trainer, dcp_callback: Any) -> None:
     io.others = None
     if io.config.staging == "lazy":
         _lightning.put_first(trainer, dcp_callback)
-        io.others = OthersHooks(trainer, dcp_callback)
+        io.others = _others_hooks(trainer, dcp_callback)
 
 
 def _refuse_mixture(trainer: Trainer, dcp_callback: Any) -> None:
@@ -175,38 +175,25 @@ def between_steps(package: Package) -> list[str]:
     return [name for name in dir(package.pytorch.Callback) if name.startswith("on_") and name not in outside_steps]
 
 
-class OthersHooks:
-    """Hooks in which a trainer's module and callbacks may write weights: all except harmless hooks of Lightning's own.
+def _others_hooks(trainer: Any, dcp_callback: Any) -> OthersHooks:
+    """Return the hooks that may write weights: all except harmless hooks of Lightning's own.
 
     Args:
         dcp_callback: The callback that Lightning calls first in every hook.
     """
-
-    def __init__(self, trainer: Any, dcp_callback: Any) -> None:
-        package, module = package_behind(trainer), trainer.lightning_module
-        callbacks = [other for other in trainer.callbacks if other is not dcp_callback]
-        names = between_steps(package)
-        after = {name for name in names if is_overridden(name, module, package.pytorch.LightningModule)}
-        savers = [other for other in callbacks if has_base(type(other), "Checkpoint")]
-        self._after_a_save = after | {name for name in names if any(_has_own(other, name) for other in savers)}
-        self.names = after | {name for name in names if any(_has_own(other, name) for other in callbacks)}
-        """Names of the hooks that may write weights."""
-        if waits := sorted(self._after_a_save.intersection(WHERE_IT_SAVES)):
-            rank_zero_info(
-                f"staging='lazy': a save in {' or '.join(waits)} returns when the state is copied, since code of "
-                f"{type(module).__name__}, or of a callback that saves, comes after it and may write weights."
-            )
-
-    def may_write_after_save_in(self, name: str) -> bool:
-        """Return whether code after a save may write weights before the next hook.
-
-        After a ``ModelCheckpoint``, the last of the callbacks, only the hooks of the module and of similar callbacks
-        remain. Any other caller of a save may write weights as soon as the save returns.
-
-        Args:
-            name: The hook in which a ``ModelCheckpoint`` or similar callback saves; empty for any other caller.
-        """
-        return not name or name in self._after_a_save
+    package, module = package_behind(trainer), trainer.lightning_module
+    callbacks = [other for other in trainer.callbacks if other is not dcp_callback]
+    names = between_steps(package)
+    of_module = {name for name in names if is_overridden(name, module, package.pytorch.LightningModule)}
+    savers = [other for other in callbacks if has_base(type(other), "Checkpoint")]
+    after_a_save = of_module | {name for name in names if any(_has_own(other, name) for other in savers)}
+    if waits := sorted(after_a_save.intersection(WHERE_IT_SAVES)):
+        rank_zero_info(
+            f"staging='lazy': a save in {' or '.join(waits)} returns when the state is copied, since code of "
+            f"{type(module).__name__}, or of a callback that saves, comes after it and may write weights."
+        )
+    of_callbacks = {name for name in names if any(_has_own(other, name) for other in callbacks)}
+    return OthersHooks(of_module | of_callbacks, after_a_save)
 
 
 def _before_others(self: Any, name: str, trainer: Any, *args: Any, **kwargs: Any) -> None:

@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -51,13 +51,30 @@ from dcp_plugin.lightning.layout import Checkpoint, ForStock
 from dcp_plugin.lightning.live_load import open_directories, read_full
 from dcp_plugin.start import Start, StartOptions
 
-if TYPE_CHECKING:
-    from dcp_plugin.lightning.callback import OthersHooks
-
 logger = logging.getLogger("dcp_plugin")
 
 in_existence: weakref.WeakSet[DCPCheckpointIO] = weakref.WeakSet()
 """Plugins of this process. In a process without plugins, no Trainer needs the callback."""
+
+
+@dataclass(frozen=True)
+class OthersHooks:
+    """Hooks in which a trainer's module and callbacks may write weights."""
+
+    names: set[str]
+    after_a_save: set[str]
+    """The hooks in which such code may come after a ``ModelCheckpoint``."""
+
+    def may_write_after_save_in(self, name: str) -> bool:
+        """Return whether code after a save may write weights before the next hook.
+
+        After a ``ModelCheckpoint``, the last of the callbacks, only the hooks of the module and of similar callbacks
+        remain. Any other caller of a save may write weights as soon as the save returns.
+
+        Args:
+            name: The hook in which a ``ModelCheckpoint`` or similar callback saves; empty for any other caller.
+        """
+        return not name or name in self.after_a_save
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,6 +273,8 @@ class DCPCheckpointIO(Saver):
         """Name of the hook in which a ``ModelCheckpoint`` or similar callback is saving."""
         self.monitor: str | None = None
         """Metric by which the saving callback keeps the best checkpoints. It may need any of its checkpoints later."""
+        self.all_came: bool | None = None
+        """True if all ranks have met to save after an exception; None if they have not tried."""
         in_existence.add(self)
 
     def __repr__(self) -> str:
