@@ -29,6 +29,7 @@ from dcp_plugin.core.media.output import Output, exists, has_appeared, output_at
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.core.ranks.calls import Call, together
 from dcp_plugin.core.ranks.collectives import Ranks
+from dcp_plugin.core.ranks.groups import of_default_group
 from dcp_plugin.core.records import as_html
 from dcp_plugin.core.storage.reader import ShardedReader
 from dcp_plugin.core.types import public_class
@@ -155,7 +156,7 @@ def export(
     named = bool(texts(include)) or rename is not None
     most, target = _size(max_shard_size), as_path(out, storage_options)
     with together(Call("call export", f"exports {path}", ["export"])):
-        group = Ranks.of_default_group(_TIMEOUT, _PATIENCE)
+        group = of_default_group(_TIMEOUT, _PATIENCE)
     try:
         with ShardedReader(path, io_threads=io_threads, storage_options=storage_options) as reader:
             names = group.agree("select keys", lambda: _names(reader, format, include, exclude, rename))
