@@ -32,13 +32,14 @@ from dcp_plugin.core.errors import (
     CheckpointIncomplete,
     CheckpointMismatch,
     CheckpointNotFound,
+    as_html,
     some,
 )
 from dcp_plugin.core.media import locate, medium_of, uncommitted_reason
 from dcp_plugin.core.partial import PartialLoad
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path, public, resolved
 from dcp_plugin.core.ranks.calls import Call, together
-from dcp_plugin.core.records import LoadReport, as_html
+from dcp_plugin.core.records import LoadReport
 from dcp_plugin.core.runs import damage, hydra_jobs
 from dcp_plugin.core.runs.catalog import find_newest, sibling_parts, was_published
 from dcp_plugin.core.runs.foreign import RESUMABLE

@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dcp_plugin.core.errors import one_line, size, some
+from dcp_plugin.core.errors import as_html, size, some
 from dcp_plugin.core.format.columns import Places
 from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.summary import Summary
@@ -322,18 +322,6 @@ class LoadPlan:
     """Boxes of stored chunks, and values."""
     chunks: Sequence[WholeChunk]
     """Small chunks that are read without conversion. ``items`` does not include them."""
-
-
-def as_html(report: Any) -> str:
-    """Return a report for a notebook: its line, and a table with a row for each field. Long lists are cut."""
-    from html import escape
-
-    rows = ""
-    for name, value in vars(report).items():
-        items = [f"{key}: {item}" for key, item in value.items()] if isinstance(value, dict) else value
-        text = some(items, 10) if isinstance(items, (list, tuple)) else one_line(str(items))
-        rows += f"<tr><th>{name}</th><td>{escape(text)}</td></tr>"
-    return f"<p>{escape(one_line(str(report)))}</p><table>{rows}</table>"
 
 
 @public_class()

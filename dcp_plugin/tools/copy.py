@@ -20,6 +20,7 @@ from dcp_plugin.core.errors import (
     CheckpointNotFound,
     SaveFailed,
     UnsafeCheckpoint,
+    as_html,
     damage_in,
     size,
     some,
@@ -37,7 +38,6 @@ from dcp_plugin.core.paths import (
     on_file_system,
     resolved,
 )
-from dcp_plugin.core.records import as_html
 from dcp_plugin.core.runs.foreign import Saved
 from dcp_plugin.core.runs.scan import Scan
 from dcp_plugin.core.storage.open import open_checkpoint

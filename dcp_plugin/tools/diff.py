@@ -17,10 +17,9 @@ from typing import Any, Literal
 
 from xxhash import xxh3_64, xxh3_64_digest
 
-from dcp_plugin.core.errors import CheckpointMismatch, UnsafeCheckpoint, warn
+from dcp_plugin.core.errors import CheckpointMismatch, UnsafeCheckpoint, as_html, warn
 from dcp_plugin.core.format.index import StoredTensor
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where
-from dcp_plugin.core.records import as_html
 from dcp_plugin.core.storage.reader import ShardedReader
 from dcp_plugin.core.types import Shape, public_class
 from dcp_plugin.tools import stream

@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from dcp_plugin.core.errors import CheckpointError, SaveFailed, one_line, size, some
+from dcp_plugin.core.errors import CheckpointError, SaveFailed, as_html, one_line, size, some
 from dcp_plugin.core.format.index import StoredTensor
 from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.media.output import Output, exists, has_appeared, output_at
@@ -30,7 +30,6 @@ from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.core.ranks.calls import Call, together
 from dcp_plugin.core.ranks.collectives import Ranks
 from dcp_plugin.core.ranks.groups import of_default_group
-from dcp_plugin.core.records import as_html
 from dcp_plugin.core.storage.reader import ShardedReader
 from dcp_plugin.core.types import public_class
 from dcp_plugin.tools.formats import Layout, Selected, hugging_face, safetensors_files, torch_files

@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from dcp_plugin.core.errors import CheckpointError, size
+from dcp_plugin.core.errors import CheckpointError, as_html, size
 from dcp_plugin.core.format import DAMAGED, SUMMARY, exists
 from dcp_plugin.core.media import Leftover, medium_of, workspace_of
 from dcp_plugin.core.media.usage import Usage
 from dcp_plugin.core.media.usage import usage as usage_of
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path, links_in, resolved
-from dcp_plugin.core.records import as_html
 from dcp_plugin.core.retention import Retention
 from dcp_plugin.core.runs import figures
 from dcp_plugin.core.runs.deletion import remove

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from dcp_plugin.core.errors import CheckpointError, CheckpointNotFound, CheckpointUnreadable, size, some
+from dcp_plugin.core.errors import CheckpointError, CheckpointNotFound, CheckpointUnreadable, as_html, size, some
 from dcp_plugin.core.format.index import StoredValue
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.core.ranks.collectives import name_of
-from dcp_plugin.core.records import as_html
 from dcp_plugin.core.runs.catalog import MOST_LOOKS, checkpoints_below
 from dcp_plugin.core.storage.open_foreign import weights_in
 from dcp_plugin.core.storage.published import sizes_only

@@ -28,7 +28,7 @@ from dcp_plugin.core.saving.queue import RunningSave, SaveQueue
 from dcp_plugin.core.saving.writers import CallingThread
 from dcp_plugin.core.staging.guard import delay_changes, take_off_hooks
 from dcp_plugin.core.staging.snapshot import HostPool, Snapshot
-from dcp_plugin.core.state.adapters import layouts_of
+from dcp_plugin.core.state.named_objects import layouts_of
 from dcp_plugin.core.state.names import module_cache
 from dcp_plugin.core.state.step_stable import StepStableMemory, live_objects
 

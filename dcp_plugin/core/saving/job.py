@@ -41,9 +41,9 @@ from dcp_plugin.core.records import (
     WrittenPart,
 )
 from dcp_plugin.core.runs import figures
-from dcp_plugin.core.state.adapters import (
+from dcp_plugin.core.state.adapters import StateAdapter
+from dcp_plugin.core.state.named_objects import (
     Place,
-    StateAdapter,
     adapters_of,
     gather_state,
     layouts_of,
