@@ -22,7 +22,7 @@ from dcp_plugin.core.errors import CheckpointError
 from dcp_plugin.core.staging.guard import wait_until_copied
 from dcp_plugin.integration.lightning_packages import PACKAGES, Package, has_base, home_of, package_behind
 from dcp_plugin.lightning import _lightning
-from dcp_plugin.lightning.io import DCPCheckpointIO, OthersHooks, in_existence
+from dcp_plugin.lightning.io import DCPCheckpointIO, in_existence
 from dcp_plugin.lightning.live_load import open_directories
 from dcp_plugin.lightning.model_checkpoint import (
     WHERE_IT_SAVES,
@@ -54,6 +54,8 @@ def dcp_callback_class(package: Package) -> type[Any]:
         def __init__(self, log_metrics: bool = True) -> None:
             super().__init__()
             self.log_metrics = log_metrics
+            self.writing_hooks: set[str] = set()
+            """Hooks of the module and of other callbacks that may write weights, with ``staging="lazy"``."""
 
         def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
             if plugin_of(trainer) is None:
@@ -116,10 +118,10 @@ def _report_saves(trainer: Trainer, log_metrics: bool) -> None:
 
 def _watch_hooks(trainer: Trainer, dcp_callback: Any) -> None:
     io = io_of(trainer)
-    io.others = None
+    io.hooks_after_saves, dcp_callback.writing_hooks = None, set()
     if io.config.staging == "lazy":
         _lightning.put_first(trainer, dcp_callback)
-        io.others = _others_hooks(trainer, dcp_callback)
+        io.hooks_after_saves, dcp_callback.writing_hooks = _writing_hooks(trainer, dcp_callback)
 
 
 def _refuse_mixture(trainer: Trainer, dcp_callback: Any) -> None:
@@ -175,8 +177,9 @@ def between_steps(package: Package) -> list[str]:
     return [name for name in dir(package.pytorch.Callback) if name.startswith("on_") and name not in outside_steps]
 
 
-def _others_hooks(trainer: Any, dcp_callback: Any) -> OthersHooks:
-    """Return the hooks that may write weights: all except harmless hooks of Lightning's own.
+def _writing_hooks(trainer: Any, dcp_callback: Any) -> tuple[set[str], set[str]]:
+    """Return the hooks in which code that comes after a ``ModelCheckpoint`` may write weights, and all hooks that may
+    write weights. Harmless hooks of Lightning's own are left out.
 
     Args:
         dcp_callback: The callback that Lightning calls first in every hook.
@@ -193,14 +196,13 @@ def _others_hooks(trainer: Any, dcp_callback: Any) -> OthersHooks:
             f"{type(module).__name__}, or of a callback that saves, comes after it and may write weights."
         )
     of_callbacks = {name for name in names if any(_has_own(other, name) for other in callbacks)}
-    return OthersHooks(of_module | of_callbacks, after_a_save)
+    return after_a_save, of_module | of_callbacks
 
 
 def _before_others(self: Any, name: str, trainer: Any, *args: Any, **kwargs: Any) -> None:
     """Implement a hook of the callback that Lightning calls first: wait for the lazy copy if another hook of this name
     may write weights."""
-    other_hooks = io_of(trainer).others
-    if other_hooks is not None and name in other_hooks.names:
+    if name in self.writing_hooks:
         wait_until_copied()
 
 

@@ -57,26 +57,6 @@ in_existence: weakref.WeakSet[DCPCheckpointIO] = weakref.WeakSet()
 """Plugins of this process. In a process without plugins, no Trainer needs the callback."""
 
 
-@dataclass(frozen=True)
-class OthersHooks:
-    """Hooks in which a trainer's module and callbacks may write weights."""
-
-    names: set[str]
-    after_a_save: set[str]
-    """The hooks in which such code may come after a ``ModelCheckpoint``."""
-
-    def may_write_after_save_in(self, name: str) -> bool:
-        """Return whether code after a save may write weights before the next hook.
-
-        After a ``ModelCheckpoint``, the last of the callbacks, only the hooks of the module and of similar callbacks
-        remain. Any other caller of a save may write weights as soon as the save returns.
-
-        Args:
-            name: The hook in which a ``ModelCheckpoint`` or similar callback saves; empty for any other caller.
-        """
-        return not name or name in self.after_a_save
-
-
 @dataclass(frozen=True, eq=False)
 class _FileChange:
     """Link to a checkpoint, or deletion of a checkpoint, that waits for a save."""
@@ -263,8 +243,9 @@ class DCPCheckpointIO(Saver):
         self.post_commit = PostCommit()
         self.on_saved: Callable[[dict[str, float]], None] | None = None
         """Function that logs the figures of a published save; the callback sets it on rank 0."""
-        self.others: OthersHooks | None = None
-        """Hooks that may write weights between two steps; the callback sets them with ``staging="lazy"``."""
+        self.hooks_after_saves: set[str] | None = None
+        """Hooks in which code that comes after a ``ModelCheckpoint`` may write weights; the callback sets them with
+        ``staging="lazy"``."""
         self._held_back: list[Any] = []
         self._asked: int | None = None
         self.serves_strategy = False
@@ -316,7 +297,10 @@ class DCPCheckpointIO(Saver):
         )
         self.post_commit.follow(handle)
         self.post_commit.run_in_training(self._report)
-        if self.others is None or self.others.may_write_after_save_in(self.saving_hook):
+        # After a ModelCheckpoint, the last of the callbacks, only hooks of the module and of similar callbacks remain.
+        # Any other caller of a save may write weights as soon as the save returns.
+        writers = self.hooks_after_saves
+        if not self.saving_hook or writers is None or self.saving_hook in writers:
             handle.wait_staged()
         return handle
 
