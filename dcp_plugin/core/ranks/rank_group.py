@@ -3,7 +3,7 @@
 The group is a gloo group of its own, so that a background save cannot interfere with the trainer's collectives. Its
 timeout detects a rank that died or hangs; :class:`RankFailure` then names the step.
 
-A :meth:`~RankGroup.combine` has three exchanges. First, each rank sends rank 0 a digest of 8 bytes for its call
+A ``combine`` has three exchanges. First, each rank sends rank 0 a digest of 8 bytes for its call
 (:class:`~dcp_plugin.core.ranks.calls.Call`), and rank 0 answers if all are equal. Then each rank sends its result, or
 its failure as a value. Last, rank 0 combines the results and sends the outcome to all. If the digests differ, all ranks
 raise a :class:`CheckpointMismatch` that names two different calls.

@@ -509,6 +509,6 @@ class ValueAdapter(TreeAdapter):
         if filled.keys() == {""} and filled[""] is self.value:  # the tensor was filled in place
             return
         if filled := self.with_empty(filled):
-            # The first step "it" gives a leaf without steps a path of its own. unflatten() needs at least one step.
+            # unflatten() needs paths of at least one step. A single value has none, so "it" is put before all paths.
             loaded = unflatten(filled, {key: ("it", *self._paths[key]) for key in filled})["it"]
             self._value[self._key] = values.on_devices_of(self.value, loaded)

@@ -94,7 +94,7 @@ def adapters_of(
         for name, value in objects
         for part in (value if is_list_of(value, *_LISTED) else [value])
     ]
-    of_modules = {  # trained_module() searches them in this order: modules that are saved before modules of lists
+    of_modules = {  # in the order in which trained_module() searches them: modules of the state itself first
         name: value for kind in (nn.Module, Unapplied, NamesOnly) for name, value in objects if isinstance(value, kind)
     } | {name: Parts(value) for name, value in objects if is_list_of(value, nn.Module)}
     modules = {name: value if isinstance(value, nn.Module) else value.module for name, value in of_modules.items()}

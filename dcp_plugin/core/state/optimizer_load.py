@@ -528,7 +528,7 @@ class OwnLayoutLoad:
             if key in self._stored or (is_empty_mapping(value) and not has_keys_below(key, self._stored))
         }
         leaves = {**kept, **filled}
-        # The first step "it" gives a tree that is one leaf a path, since unflatten() needs at least one step.
+        # unflatten() needs paths of at least one step. A tree that is one leaf has none, so "it" is put before all.
         tree = unflatten(leaves, {key: ("it", *self._paths[key]) for key in leaves})["it"]
         unpatched(self._optimizer, "load_state_dict")(with_types_of(self._tree, _with_numbers(tree)))
 

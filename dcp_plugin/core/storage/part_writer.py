@@ -216,7 +216,7 @@ def recorded_time(seen: float, now: float) -> float:
 def compose(
     path: Where, meta: StorageMeta, index: CheckpointIndex, facts: Facts, attached: Collection[str], saved: float
 ) -> tuple[dict[str, bytes], Summary]:
-    """Return the summary, and the files that turn data files into a checkpoint, in the order of their writing.
+    """Return the files that turn data files into a checkpoint, in the order of their writing, and the summary.
 
     Args:
         path: Path of the checkpoint, for errors.
