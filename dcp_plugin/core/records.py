@@ -120,7 +120,7 @@ class StateDetails:
     metrics: dict[str, float]
     """Metrics of this rank. The checkpoint records those of rank 0."""
     shared: frozenset[str]
-    """Keys of data that should be equal on all ranks. The save compares them."""
+    """Keys of data that should be equal on all ranks. The first save compares them."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """A call that all ranks make together, such as a save: the arguments that must be equal, and the caller's line.
 
-If ranks made different calls, each would misread the messages of the others, and a checkpoint could mix two steps. The
-first message of every collective is a digest of each rank's call (:mod:`dcp_plugin.core.ranks.rank_group`). While a
-rank waits, a warning names the ranks that have not arrived and the line of the caller.
+If ranks made different calls, each would misread the messages of the others, and a checkpoint could mix two steps. Each
+rank sends a digest of its call before its results (:mod:`dcp_plugin.core.ranks.rank_group`). While a rank waits, a
+warning names the ranks that have not arrived and the line of the caller.
 """
 
 from __future__ import annotations
