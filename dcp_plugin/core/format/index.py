@@ -132,7 +132,7 @@ def places_of(entry: Entry) -> tuple[tuple[str, int], ...]:
 class CheckpointIndex(Mapping[str, Entry]):
     """All entries of a checkpoint by key, in the order of the save."""
 
-    def __init__(self, table: KeyColumns, columns: dict[str, Column], files: dict[str, int], blocks: Column) -> None:
+    def __init__(self, table: KeyColumns, columns: dict[str, Column], files: dict[str, int]) -> None:
         self.table = table
         self.columns = columns
         """All columns: those of the table, and those of the items."""
@@ -170,8 +170,6 @@ class CheckpointIndex(Mapping[str, Entry]):
         self._entries: dict[str, Entry] = {}
         self.slots = table.slots
         """Number of each key."""
-        self.block_starts = np.concatenate(([0], np.cumsum(blocks)))
-        """Position at which the hashes of each chunk begin, and the end of the last."""
 
     @functools.cached_property
     def version(self) -> str | None:
@@ -248,7 +246,7 @@ class CheckpointIndex(Mapping[str, Entry]):
             "frame": places.frame,
             "hash": places.hash,
         }
-        index = cls(table, columns, files, places.blocks)
+        index = cls(table, columns, files)
         index.linkable = places.linkable
         return index
 
@@ -256,7 +254,7 @@ class CheckpointIndex(Mapping[str, Entry]):
     def places(self) -> Places:
         """Places of the items."""
         items = {name: self.columns[name] for name in ("file", "place", "frame", "hash")}
-        return Places(self.file_names, blocks=np.diff(self.block_starts), linkable=self.linkable, **items)
+        return Places(self.file_names, linkable=self.linkable, **items)
 
     def require_bounded(self, keys: Iterable[str] | None = None) -> None:
         """Check that the tensors take about as much memory as the files hold.

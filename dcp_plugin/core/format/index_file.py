@@ -110,7 +110,7 @@ def _decoded(data: bytes, name: str) -> CheckpointIndex:
         check_index_version(about, name)
         index = _checked(columns, about)
         index.validate(posixpath.dirname(name))
-        if index.block_starts[-1] != len(columns["hash"]):
+        if block_counts(columns["place"][:, 3]).sum() != len(columns["hash"]):
             raise ValueError("the items have another number of blocks than of hashes")
     return index
 
@@ -157,7 +157,7 @@ def _checked(columns: dict[str, Column], about: dict[str, str]) -> CheckpointInd
         from dcp_plugin.core.format import values  # late, since it imports torch
 
         planner_data = (values.decode("planner_data", columns["planner_data"].tobytes()),)
-    index = CheckpointIndex(table, columns, files, block_counts(columns["place"][:, 3]))
+    index = CheckpointIndex(table, columns, files)
     index.linkable = {str(name) for name in json.loads(about["linkable"])}
     index.left_out, index.rounded, index.empty, index.planner_data = left_out, rounded, empty, planner_data
     index.extra_files = {str(name): str(comparison) for name, comparison in beside.items()}
