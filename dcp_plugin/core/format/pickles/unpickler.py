@@ -27,9 +27,9 @@ from typing import Any, ClassVar
 import torch
 
 from dcp_plugin.core.errors import UnsafeCheckpoint
-from dcp_plugin.core.format.pickles.archive import PICKLE, Archive
 from dcp_plugin.core.format.pickles.nodes import Name, nodes_of
 from dcp_plugin.core.format.pickles.walk import Walk
+from dcp_plugin.core.format.torch_archive import PICKLE, Archive
 from dcp_plugin.core.interrupts import collector_paused
 from dcp_plugin.core.tensors._torch import TENSOR_GLOBALS, name_of_today, rebuilding_on, storage_of, typed_storage
 
