@@ -336,9 +336,10 @@ def partitioned(starts: Column, sizes: Column, shape: Column, of: Column, count:
     seeds = np.frombuffer(os.urandom(8 * shape.shape[1]), np.uint64)
     over_boxes = np.ones(len(starts), np.uint64)
     over_tensor = np.ones(count, np.uint64)
-    for dim in range(shape.shape[1]):
-        over_boxes *= _mix(starts[:, dim] + sizes[:, dim], seeds[dim]) - _mix(starts[:, dim], seeds[dim])
-        over_tensor *= _mix(shape[:, dim], seeds[dim]) - _mix(np.zeros(count, np.int64), seeds[dim])
+    for dim, seed in enumerate(seeds):
+        begins, ends = starts[:, dim].astype(np.uint64), (starts[:, dim] + sizes[:, dim]).astype(np.uint64)
+        over_boxes *= mixed(ends + seed) - mixed(begins + seed)
+        over_tensor *= mixed(shape[:, dim].astype(np.uint64) + seed) - mixed(np.full(count, seed))
     return totals(over_boxes, of, count) == over_tensor  # type: ignore[no-any-return]
 
 
@@ -350,12 +351,11 @@ def totals(values: Column, of: Column, count: int) -> Column:
     return np.asarray(running[edges[1:]] - running[edges[:-1]])
 
 
-def _mix(coordinate: Column, seed: np.uint64) -> Column:
-    """Return a random number for each coordinate: splitmix64."""
-    mixed = coordinate.astype(np.uint64) + seed
+def mixed(numbers: Column) -> Column:
+    """Return a hash of each of some 64-bit numbers (the finalizer of splitmix64)."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    return mixed ^ (mixed >> np.uint64(31))
+        numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
+    return np.asarray(numbers ^ (numbers >> np.uint64(31)))
 
 
 def flat_start(offsets: Column, shapes: Column, of: Column) -> Column:

@@ -67,7 +67,7 @@ class _Chunks(Sequence[StoredChunk]):
 
     def __getitem__(self, number: Any) -> Any:
         at, (offsets, sizes) = range(len(self))[number], self._boxes
-        location = self.parent.location(int(self.parent.table.chunk_starts[self._slot]) + at)
+        location = self.parent.places.location(int(self.parent.table.chunk_starts[self._slot]) + at)
         return StoredChunk(tuple(offsets[at].tolist()), tuple(sizes[at].tolist()), location)
 
     def at(self, offsets: Shape) -> StoredChunk | None:
@@ -182,7 +182,7 @@ class CheckpointIndex(Mapping[str, Entry]):
         if (entry := self._entries.get(key)) is None:
             slot = self.slots[key]
             if (dtype := self.table.dtype_of(slot)) is None:
-                entry = StoredValue(self.location(int(self.table.chunk_starts[slot])))
+                entry = StoredValue(self.places.location(int(self.table.chunk_starts[slot])))
             else:
                 entry = StoredTensor(dtype, self.table.shape_of(slot), _Chunks(self, slot))
             self._entries[key] = entry
@@ -216,9 +216,6 @@ class CheckpointIndex(Mapping[str, Entry]):
         order = np.lexsort((offset, file))
         first = (np.diff(file[order], prepend=-1) != 0) | (np.diff(offset[order], prepend=-1) != 0)
         return int(payload_length[order][first].sum())
-
-    def location(self, chunk: int) -> Location:
-        return self.places.location(chunk)
 
     def rename_files(self, name_of: Callable[[str], str]) -> None:
         """Give the data files other names; their bytes stay the same."""

@@ -132,7 +132,7 @@ class BatchOfChunks(Batch):
         count.read += self.fill(file, scattered, self.begin, self.begin + self.nbytes)
         for chunk, view, expected in zip(self.chunks, views, self.hashes, strict=True):
             if expected and hashes_in(view) != expected:
-                location, span = self.index.location(chunk.number), (0, len(view))
+                location, span = self.index.places.location(chunk.number), (0, len(view))
                 IntoMemory(chunk.key, location, [span], block_size(len(view)), 0, view).check(*span, [view])
 
     def key_at(self, position: int) -> str:
