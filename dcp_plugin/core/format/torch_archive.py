@@ -1,14 +1,13 @@
-"""Zip of a ``torch.save`` file of any size: its records to write, and a reader.
+"""Zip of a ``torch.save`` file: its writer for tensors of any size, and its reader.
 
-The tensors are written one after the other. All sizes are known before the first byte; checksums are known only after a
-record is written, and follow its data. The result is, to the byte, what torch itself writes. ``torch.load`` computes
-the offsets of records from the sizes alone, following ``mz_zip_writer_add_mem_ex_v2`` of its miniz.c (``_get_offset``
-in ``torch/serialization.py``).
+The writer writes the tensors one after the other. All sizes are known before the first byte; checksums are known only
+after a record is written, and follow its data. The result is, to the byte, what torch itself writes. ``torch.load``
+computes the offsets of records from the sizes alone, following ``mz_zip_writer_add_mem_ex_v2`` of its miniz.c
+(``_get_offset`` in ``torch/serialization.py``).
 
-A zip that is read may be of any author. A record of it may be compressed a thousandfold, and records may share bytes.
-:class:`Archive` requires each record to be stored as it is, in bytes of its own, so that what is read is never larger
-than the file. Torch's own reader is not used: it ignores the case of names, and calculates offsets from values in the
-pickle.
+The reader, :class:`Archive`, reads files of others. A record of a zip may be compressed a thousandfold, and records may
+share bytes. Here each record is stored as it is, in bytes of its own, so that what is read is never larger than the
+file. Torch's own reader is not used: it ignores the case of names, and calculates offsets from values in the pickle.
 """
 
 from __future__ import annotations
@@ -25,16 +24,14 @@ from numpy.typing import NDArray
 
 from dcp_plugin.core.format import expect
 
+PICKLE = "data.pkl"
 _ROOT = "archive/"
 _ALIGNMENT = 64
 _MOST, _MOST_ENTRIES = 0xFFFFFFFF, 0xFFFF
 _UTF8_NAMES, _HAS_DESCRIPTOR = 0x0800, 0x0008
 MAGIC = b"PK\x03\x04"
 """First bytes of a ``torch.save`` file."""
-PICKLE = "data.pkl"
-_LOCAL = struct.Struct("<IHHHHHIIIHH")
-LOCAL_HEADER = struct.Struct("<4s22xHH")
-"""Magic, length of the name and length of the extra field of a local header."""
+LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
 _END64 = struct.Struct("<IQHHIIQQQQ")
 _END64_LOCATOR = struct.Struct("<IIQI")
@@ -58,9 +55,9 @@ class Record:
     def header(self) -> bytes:
         """Local header, padded in the extra field ``FB`` so that the data is aligned."""
         name, extra = (_ROOT + self.name).encode(), self._extra
-        padding = -(self.offset + _LOCAL.size + len(name) + len(extra) + 4) % _ALIGNMENT
+        padding = -(self.offset + LOCAL_HEADER.size + len(name) + len(extra) + 4) % _ALIGNMENT
         extra += b"FB" + struct.pack("<H", padding) + b"Z" * padding
-        return _LOCAL.pack(0x04034B50, 0, self._flags, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
+        return LOCAL_HEADER.pack(MAGIC, 0, self._flags, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
 
     def descriptor(self, crc: int) -> bytes:
         """Return the bytes after the data, which hold its CRC32."""
@@ -162,7 +159,7 @@ class Archive:
     def _begin_of(self, member: zipfile.ZipInfo) -> int:
         """Return the position of the first byte of a record. Its local header may be longer than the directory says."""
         self._file.seek(member.header_offset)
-        magic, name, extra = LOCAL_HEADER.unpack(self._file.read(LOCAL_HEADER.size))
+        magic, *_, name, extra = LOCAL_HEADER.unpack(self._file.read(LOCAL_HEADER.size))
         is_stored = member.compress_type == zipfile.ZIP_STORED and not member.flag_bits & 1
         if magic != MAGIC or not is_stored or member.compress_size != member.file_size:
             raise ValueError(f"the record {member.filename} is compressed, encrypted or damaged")

@@ -186,7 +186,7 @@ def _begins_like_torch_save(files: Files, name: str) -> bool:
         head = file.read(1 << 10)
     if len(head) < LOCAL_HEADER.size:
         return False
-    magic, length, _ = LOCAL_HEADER.unpack_from(head)
+    magic, *_, length, _ = LOCAL_HEADER.unpack_from(head)
     record = head[LOCAL_HEADER.size : LOCAL_HEADER.size + length]
     return magic == MAGIC and _PICKLED.fullmatch(record) is not None
 
