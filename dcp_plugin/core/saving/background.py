@@ -17,7 +17,8 @@ from dcp_plugin.core.format.pickles import rebuild  # noqa: F401
 from dcp_plugin.core.interrupts import collector_paused
 from dcp_plugin.core.media import packed_view  # noqa: F401
 from dcp_plugin.core.planning import load_balance  # noqa: F401
-from dcp_plugin.core.ranks.collectives import Attempt, RankGroups, Ranks
+from dcp_plugin.core.ranks.collectives import Attempt, Ranks
+from dcp_plugin.core.ranks.groups import RankGroups
 from dcp_plugin.core.records import GatheredState, LiveState, SaveRequest, StagedState
 from dcp_plugin.core.runs import deletion, launches  # noqa: F401
 from dcp_plugin.core.saving import progress  # noqa: F401

@@ -13,7 +13,7 @@ from typing import Any
 from dcp_plugin.core.records import GatheredState, StagedState
 from dcp_plugin.core.staging.guard import delay_changes
 from dcp_plugin.core.staging.snapshot import HostPool, Snapshot
-from dcp_plugin.core.state.adapters import layouts_of
+from dcp_plugin.core.state.named_objects import layouts_of
 from dcp_plugin.core.state.step_stable import StepStableMemory
 from dcp_plugin.core.types import Flat
 
