@@ -35,8 +35,7 @@ from dcp_plugin.tiers.local_checkpoints import time_of
 from dcp_plugin.tiers.spool import Spool
 from dcp_plugin.tiers.wire import Address
 
-_MOST_ENDS = 64
-"""Number of ended saves whose state is kept."""
+_MOST_ENDS = 64  # ended saves whose state is kept
 _OF_A_SAVE = re.compile(r"[0-9a-f]{24}\.")
 
 

@@ -38,8 +38,7 @@ from dcp_plugin.core.tensors.host_memory import address_of, bytes_at, host_bytes
 from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS, copied, memory_of, require_memory
 from dcp_plugin.core.types import Flat, LocalChunk, ShardedValue
 
-_SMALL = 64 << 10
-"""Bytes below which a plain host tensor is copied by ``memmove`` instead of a torch operator."""
+_SMALL = 64 << 10  # bytes; a smaller plain host tensor is copied by memmove instead of a torch operator
 
 
 class _Later(NamedTuple):

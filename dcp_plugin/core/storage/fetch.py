@@ -325,8 +325,7 @@ def _span(target: torch.Tensor, strides: Shape) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(target.shape, strides, strict=True))
 
 
-MOST_WASTE = 0.25
-"""Largest share of bytes that are read without being wanted, in proportion to the wanted bytes."""
+MOST_WASTE = 0.25  # of the wanted bytes: as many others are read to check complete blocks or to save calls
 
 
 def strides_of(sizes: Shape) -> Shape:
