@@ -32,11 +32,13 @@ USED_BY_ALL = {
     "types",
 }  # fmt: skip
 HELPERS = {
-    "media/__init__.py",
+    "media/choice.py",
     "media/disk/direct_io.py",
     "media/disk/local_files.py",
     "media/disk/posix.py",
     "media/lease.py",
+    "media/medium.py",
+    "media/places.py",
     "runs/figures.py",
     "saving/save_timing.py",
     "state/names.py",
