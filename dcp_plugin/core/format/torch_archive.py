@@ -1,8 +1,8 @@
 """Zip of a ``torch.save`` file of any size, whose tensors are written one after the other.
 
-All sizes are known before the first byte; checksums are known only after a record is written, and follow its data. The
-result is, to the byte, what torch itself writes. ``torch.load`` computes the offsets of records from the sizes alone,
-following ``mz_zip_writer_add_mem_ex_v2`` of its miniz.c (``_get_offset`` in ``torch/serialization.py``).
+The rule: the result is, to the byte, what torch itself writes. ``torch.load`` computes the offsets of records from
+their sizes alone (``_get_offset`` in ``torch/serialization.py``, after ``mz_zip_writer_add_mem_ex_v2`` of miniz.c). All
+sizes are known before the first byte is written. A checksum is known only after its record, and follows the data.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Record:
 
     @property
     def crc_at(self) -> int:
-        """Position of the CRC32 in the descriptor of a small record."""
+        """Position of the CRC32 in the descriptor of a record without zip64, whose last 12 bytes are CRC and sizes."""
         return self.end - 12
 
     @property

@@ -1,8 +1,8 @@
 """Reader of the zip of a ``torch.save`` file.
 
-A record of a zip may be compressed a thousandfold, and records may share bytes. Here each record is stored as it is, in
-bytes of its own, so that what is read is never larger than the file. Torch's own reader is not used: it ignores the
-case of names, and calculates offsets from values in the pickle.
+The rule: a file never expands to more bytes than it has. A record of a zip may be compressed a thousandfold, and many
+records may share bytes. Here a record must be stored uncompressed, in bytes of its own. Torch's own reader is not used:
+it ignores the case of names, and calculates offsets from values in the pickle.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Archive:
         size: Bytes of the file.
 
     Raises:
-        ValueError: A record is compressed, shares bytes with another record, or lies outside of the file.
+        ValueError: A record is compressed, shares bytes with another record, or is outside of the file.
         Exception: The zip is damaged otherwise.
     """
 
