@@ -101,7 +101,7 @@ def read_index(files: Files, folder: str = "") -> CheckpointIndex:
 
 
 def index_of(metadata: StockMetadata, files: Files, folder: str = "") -> CheckpointIndex:
-    """Return the index of decoded metadata, as :func:`read_index`. It reads the sizes of the data files, no contents."""
+    """Return the index of decoded metadata, as :func:`read_index`. It reads the sizes of data files, no contents."""
     sizes = {name: _size(files, folder, name) for name in metadata.files}
     index = CheckpointIndex.of(metadata.table, metadata.places, sizes)
     index.validate(f"{files.where}/{folder}".rstrip("/"))
