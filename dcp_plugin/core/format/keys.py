@@ -59,6 +59,7 @@ def walked_as_stored(stored: Collection[str]) -> Walks:
     def walked(key: str, value: Any) -> bool:
         if walked_by_us(key, value):
             return key not in stored or has_keys_below(key, stored)
+        # One value in our saves, but parts in this checkpoint: a tuple with tensors that 0.1.0 walked, for example.
         may_be_walked = isinstance(value, Mapping) or type(value) in (list, tuple)
         return may_be_walked and bool(value) and key not in stored and has_keys_below(key, stored)
 
@@ -94,6 +95,7 @@ def flatten(
 
 def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> dict[str, Any]:
     """Return the nested state of leaves and their paths: the inverse of :func:`flatten`."""
+    # First a tree of dicts whose keys are the steps of the paths: the steps distinguish lists, tuples and mappings.
     root: dict[Any, Any] = {}
     for key, leaf in leaves.items():
         node, (*above, last) = root, paths[key]
@@ -200,6 +202,7 @@ def _restore(node: Any) -> Any:
 
 
 def _mapping(node: Mapping[Any, Any]) -> dict[Any, Any]:
+    # Each step into a mapping that is no plain dict has the name of its class; the first is enough.
     kinds = (part[0] for part in node if isinstance(part, tuple))
     mapping = MAPPING_CLASSES.get(next(kinds, ""), dict)()
     for part, child in node.items():
@@ -221,6 +224,8 @@ def _children(path: KeyPath, value: Any) -> Iterator[tuple[Any, Any]]:
         for position, child in enumerate(value):
             yield ("t", position) if isinstance(value, tuple) else position, child
         return
+    # A step is plain text where it can be. A load restores the class of the mapping, and keys that are no text, from
+    # a step that is a pair.
     kind = mapping_class(value)
     for key, child in value.items():
         step = key if isinstance(key, str) else _as_step(key)
@@ -248,7 +253,7 @@ def is_empty_mapping(value: Any) -> bool:
 
 def holds_sharded(value: Any) -> bool:
     """Return whether a container that is stored as one value holds a DTensor or ShardedTensor, at any depth."""
-    todo, seen = [value], set()
+    todo, seen = [value], set()  # a container may contain itself, and deep ones would end a recursion
     while todo:
         node = todo.pop()
         if isinstance(node, (DTensor, ShardedTensor)):
@@ -297,6 +302,7 @@ def require_end(name: str, tree: Any) -> None:
     try:
         parts.below(name, tree)
     except RecursionError as error:
+        # ``above`` still has the containers around the deepest one. The outermost key is the shortest to name.
         raise too_deep(next(filter(None, parts.above.values()), "")) from error
 
 
@@ -324,6 +330,7 @@ class _Parts:
         self.above[id(node)] = key
         count = len(node)
         self._once += count
+        # A shared container is walked once, and its count is added for each path that leads to it.
         for step, child in node.items() if isinstance(node, Mapping) else enumerate(node):
             if type(child) not in _WITHOUT_PARTS and isinstance(child, _CONTAINERS):
                 count += self.below(f"{key}.{step}".removeprefix("."), child)

@@ -159,7 +159,7 @@ class Summary:
             OtherFormat.check(label, entries["format_version"], FORMAT_VERSION, saved_by)
             own_fields = {name: entries[name] for name in cls.__dataclass_fields__ if name in entries}
             summary = cls(**own_fields | {"metrics": decode_metrics(entries.get("metrics", {}))})
-            # These conversions raise for values of other types.
+            # Each conversion raises for a value of another type.
             float(summary.time), int(summary.world_size), int(summary.step or 0), dict(summary.versions)
             bound = (summary.index_sha256, summary.metadata_sha256, summary.save_id)
             if not all(
@@ -228,6 +228,7 @@ def with_hash(content: dict[str, Any]) -> bytes:
 
 def _check_hash(data: bytes, entries: dict[str, Any]) -> None:
     """Check that no byte of a summary of this format has changed since it was written. Raises ValueError."""
+    # Compared as bytes, not as JSON: an added space, or an added key behind the hash, must not go unnoticed.
     body, _, ending = data.rpartition(_HASH)
     if ending == hashlib.sha256(body).hexdigest().encode() + _END:
         return

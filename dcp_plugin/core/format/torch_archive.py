@@ -40,6 +40,7 @@ class Record:
     @property
     def header(self) -> bytes:
         """Local header, padded in the extra field ``FB`` so that the data is aligned."""
+        # The extra field has 4 bytes of its own before its padding. CRC and sizes are 0 here: the descriptor has them.
         name, extra = (_ROOT + self.name).encode(), self._extra
         padding = -(self.offset + _LOCAL.size + len(name) + len(extra) + 4) % _ALIGNMENT
         extra += b"FB" + struct.pack("<H", padding) + b"Z" * padding
@@ -49,6 +50,7 @@ class Record:
         """Return the bytes after the data, which hold its CRC32."""
         if not self.size:
             return b""
+        # A large offset, too, makes miniz write sizes of 64 bits here, and ``torch.load`` counts on it.
         large = max(self.size, self.offset) >= _MOST
         return struct.pack("<IIQQ" if large else "<IIII", 0x08074B50, crc, self.size, self.size)
 

@@ -113,7 +113,8 @@ def _append(workspace: Path, line: bytes) -> None:
     if file not in _lines:
         data = _read(workspace).get(NAME, b"")
         _lines[file] = data.count(b"\n")
-        line = b"\n" + line if data and not data.endswith(b"\n") else line  # a process died during a write
+        # A process that died during a write has left a line without an end: this line must not be joined to it.
+        line = b"\n" + line if data and not data.endswith(b"\n") else line
     with posix.OwnFolder(workspace) as folder, open(folder.open(NAME, _AT_END), "ab") as end:
         end.write(line)  # a single write: lines of other processes do not mix with it
         nbytes = end.tell()

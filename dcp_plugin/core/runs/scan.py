@@ -193,7 +193,7 @@ class Scan:
         self._others, self._read_all, self._summaries = others, read_all, summaries
         self._reads_records = read_all or in_flight
         self._read: dict[object, Any] = {}
-        """Results of reads in earlier rounds, by path and number of the entry."""
+        """Results of reads in earlier rounds, by path and number of the entry. A replaced entry has another number."""
         try:
             self.medium = snapshot(root)
         except OSError as error:

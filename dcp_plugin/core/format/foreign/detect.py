@@ -69,6 +69,7 @@ def kind_of_file(files: Files, name: str) -> str:
         return f"it cannot be read ({error.strerror})"
     if head.startswith(MAGIC):
         return "torch.save"
+    # safetensors has no magic number: a plausible length of the header and the first character of its JSON are enough.
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= safetensors.MOST_HEADER:
         return "safetensors"
     if head.startswith(_LFS):

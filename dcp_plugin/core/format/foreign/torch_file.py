@@ -122,6 +122,7 @@ def read_file(files: Files, name: str) -> Contents:
             elif key.endswith(_EXTRA_STATE) or isinstance(leaf, StandIn) or values.is_plain(leaf):
                 refused = refused_in(leaf)
                 contents.values[key] = RefusedValue(refused) if refused else leaf
+        # Tensors in extra states were loaded without memory, and an extra state is a value, which is not read later.
         if any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(contents.values)):
             _replace_by_loaded(contents, file)
     return contents
@@ -221,6 +222,7 @@ def _replace_by_loaded(contents: Contents, file: _File) -> None:
 
     Torch makes them, with their classes, layouts and shared memory. No other payload is read.
     """
+    # A stand-in for a tensor that cannot be on the meta device has no record: then all records are read.
     tensors = [leaf for leaf in leaves_of(contents.values) if isinstance(leaf, torch.Tensor)]
     needs_all = any(isinstance(tensor, _NotOnMeta) for tensor in tensors)
     wanted = None if needs_all else {record_offset(tensor) or 0 for tensor in tensors}
@@ -236,6 +238,7 @@ def _view(file: _File, key: str, tensor: torch.Tensor) -> View:
             f"{file.label}: {key} is not a plain tensor (a {type(tensor).__name__}). Load the file with torch.load, "
             f"convert the tensor (to_dense(), dequantize(), resolve_conj()) and save it again."
         )
+    # The position is a note in the storage, and the file decides about offset, shape and strides: both are checked.
     begin = record_offset(tensor)
     if begin not in file.sizes:
         raise CheckpointCorrupt(
