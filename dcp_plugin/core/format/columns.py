@@ -262,7 +262,7 @@ class Places:
         offset, length, start, payload_length = self.place[number].tolist()
         end = int(self._block_ends[number])
         hashes = self.hash[end - int(self.blocks[number]) : end]
-        # No blocks are no hashes, except for an empty payload of known layout: it has no blocks to hash.
+        # An item without blocks has no hashes. An empty payload of known layout is the exception: it lacks none.
         has_hashes = len(hashes) > 0 or (payload_length == 0 and start >= 0)
         return Location(
             self.files[self.file[number]],

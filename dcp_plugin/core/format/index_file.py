@@ -121,7 +121,7 @@ def _decoded(data: bytes, name: str) -> CheckpointIndex:
 
 
 def _checked(columns: dict[str, Column], about: dict[str, str]) -> CheckpointIndex:
-    # Later steps slice columns by these counts, so that the dtypes, lengths and counts are checked first.
+    # Later steps slice columns by these counts, so dtypes, lengths and counts are checked first.
     expected = {
         "keys": np.uint8, "key_ends": np.int64, "dtype": np.uint8, "ndim": np.uint8, "shape": np.int64,
         "chunk_ends": np.int64, "box": np.int64, "file": np.int32, "place": np.int64, "frame": np.uint32,

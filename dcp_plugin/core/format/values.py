@@ -122,7 +122,7 @@ def decode(key: str, data: bytes, allow_pickle: bool = False, notes: list[str] |
 def on_devices_of(target: Any, value: Any) -> Any:
     """Return the value with its tensors on the devices of the target's tensors.
 
-    Lists and tuples are compared element by element if their types and lengths match.
+    In lists and tuples of equal type and length, the elements are paired.
     """
     if isinstance(value, torch.Tensor) and isinstance(target, torch.Tensor):
         return value if target.is_meta else value.to(target.device)

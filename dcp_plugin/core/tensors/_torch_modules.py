@@ -1,7 +1,7 @@
 """Private names of ``nn.Module`` and ``Optimizer``, each with the reason why no public name suffices.
 
-The public ``nn.Module.load_state_dict`` requires a state dict of the complete module, in memory. A load of this package
-fills the memory of parameters in place. It therefore walks the modules itself and calls their hooks.
+The public ``nn.Module.load_state_dict`` requires a state dict of the complete module. A load of this package fills the
+memory of parameters in place. It therefore walks the modules itself and calls their hooks.
 ``tests/core/tensors/test_torch_canary.py`` fails when a name moves or changes its meaning.
 """
 
@@ -205,7 +205,7 @@ def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
 def new_state(optimizer: Any, parameter: Any, slot: str) -> Any:
     """Return the tensor that a low-bit optimizer of torchao makes for a slot at its first step; None for others.
 
-    torchao has no public function for it. Its second argument is False for averages of squares, which have no sign.
+    torchao has no public function for it. The last argument is False for averages of squares, which have no sign.
     """
     has_constructor = any(cls.__module__.startswith("torchao.") for cls in type(optimizer).__mro__)
     make = getattr(optimizer, "_new_buffer", None) if has_constructor else None

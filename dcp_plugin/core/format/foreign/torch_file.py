@@ -1,8 +1,8 @@
 """Reader of ``torch.save`` files: it loads the structure without payloads, and finds each tensor's place in the zip.
 
-The rule: only the pickle is read, and no code is executed. The structure has its tensors on the meta device. Each
-storage has a note of the position where its record begins. A stored record of the zip's directory must begin there, and
-the tensor must be inside it.
+The rule: no code is executed, and no payload is read except those of extra states. The structure has its tensors on the
+meta device. Each storage has a note of the position where its record begins. A stored record of the zip's directory
+must begin there, and the tensor must be inside it.
 
 Objects that only executing code would restore are left out. The file is refused if it is then uncertain which tensors
 are the model.

@@ -1,7 +1,7 @@
 """Objects of a ``.metadata`` as the nodes of its pickle (:mod:`~dcp_plugin.core.format.pickles.nodes`).
 
-A tensor has five objects there, and a checkpoint has millions of tensors. So the attributes of many objects are read as
-columns, and no object is made.
+A tensor has five objects there, and a checkpoint may have a million tensors. The attributes of many objects are
+therefore read as columns, and no object is made.
 """
 
 from __future__ import annotations
