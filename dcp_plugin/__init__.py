@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dcp_plugin import core
 from dcp_plugin.core.types import VERSION
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
 
 
 __version__ = VERSION
+
+core.keeper = lambda: importlib.import_module("dcp_plugin.tiers.registration").KEEPER
 
 _HOMES = {
     "dcp_plugin.api": ("load", "save"),

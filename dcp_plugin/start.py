@@ -32,9 +32,10 @@ from dcp_plugin.core.errors import (
     CheckpointIncomplete,
     CheckpointMismatch,
     CheckpointNotFound,
+    as_html,
     some,
 )
-from dcp_plugin.core.media import locate, medium_of, uncommitted_reason
+from dcp_plugin.core.media.choice import locate, medium_of, uncommitted_reason
 from dcp_plugin.core.partial import PartialLoad
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path, public, resolved
 from dcp_plugin.core.ranks.calls import Call, together
@@ -47,7 +48,7 @@ from dcp_plugin.core.sources import SourceFiles
 from dcp_plugin.core.state.names import is_list_of
 from dcp_plugin.core.storage.published import read_summary, summary_if_readable
 from dcp_plugin.core.storage.reader import ShardedReader
-from dcp_plugin.core.types import CheckpointState, as_html, public_class
+from dcp_plugin.core.types import CheckpointState, public_class
 
 logger = logging.getLogger("dcp_plugin")
 

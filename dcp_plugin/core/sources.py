@@ -7,15 +7,15 @@ load import no part of it.
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dcp_plugin import core
 from dcp_plugin.core.config import CheckpointConfig
-from dcp_plugin.core.media import Readable
+from dcp_plugin.core.media.medium import Readable
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.types import CheckpointState
 
@@ -91,7 +91,9 @@ def keeper_of(config: CheckpointConfig) -> KeeperFactories | None:
     """Return the keeper that a configuration requires; None if this process writes its saves itself."""
     if config.keeper is None:
         return None
-    return importlib.import_module("dcp_plugin.tiers.registration").KEEPER  # type: ignore[no-any-return]
+    assert core.keeper is not None, "the package has registered it"
+    factories: KeeperFactories = core.keeper()
+    return factories
 
 
 def source_of(config: CheckpointConfig) -> Source:

@@ -27,11 +27,13 @@ from dcp_plugin.core import events
 from dcp_plugin.core.config import CheckpointConfig, has_local_tier
 from dcp_plugin.core.errors import CheckpointError, NoSharedMemory, SaveFailed
 from dcp_plugin.core.interrupts import collector_paused
-from dcp_plugin.core.media import add_files, medium_of
+from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media.places import add_files
 from dcp_plugin.core.paths import Where, options_of
 from dcp_plugin.core.planning.save import in_table_order
 from dcp_plugin.core.ranks.calls import together
-from dcp_plugin.core.ranks.collectives import Attempt, RankGroups, Ranks
+from dcp_plugin.core.ranks.collectives import Attempt, Ranks
+from dcp_plugin.core.ranks.groups import RankGroups, of_default_group
 from dcp_plugin.core.records import LiveState, SavePlan, SaveRequest, Spent, StagedState
 from dcp_plugin.core.runs import figures
 from dcp_plugin.core.saving.background import HostCopy
@@ -196,7 +198,7 @@ class KeptSaves:
         A rank may come when it has waited for its keeper until the timeout, and another rank at once.
         """
         if ranks.size > 1 and (self.group.size == 1 or not self.group.usable):
-            self.group = Ranks.of_default_group(3 * self._config.timeout)
+            self.group = of_default_group(3 * self._config.timeout)
 
     def is_free(self) -> bool:
         """Return whether the next save need not wait for its host copy."""

@@ -24,7 +24,8 @@ import torch
 
 from dcp_plugin.core.errors import CheckpointMismatch, UnsafeCheckpoint, size
 from dcp_plugin.core.format.columns import FACTORIES
-from dcp_plugin.core.format.pickles.unpickler import TENSOR, VALUE, Refused, load_bytes
+from dcp_plugin.core.format.pickles.unpickler import TENSOR, VALUE, load_bytes
+from dcp_plugin.core.format.pickles.walk import Refused
 from dcp_plugin.core.format.torch_archive import MAGIC
 from dcp_plugin.core.paths import public
 from dcp_plugin.core.tensors.kinds import classes_of, copied

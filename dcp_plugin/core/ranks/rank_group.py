@@ -76,7 +76,7 @@ class RankGroup(Ranks):
 
     @classmethod
     def joined(cls, timeout: float, patience: float | None) -> RankGroup:
-        """Return a new group, see :meth:`Ranks.of_default_group`."""
+        """Return a new group, see :func:`~dcp_plugin.core.ranks.groups.of_default_group`."""
         with _making_group:
             meet(timeout if patience is None else patience)
             try:

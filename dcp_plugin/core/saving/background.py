@@ -18,7 +18,8 @@ from dcp_plugin.core.interrupts import collector_paused
 from dcp_plugin.core.media import packed_view  # noqa: F401
 from dcp_plugin.core.planning import load_balance  # noqa: F401
 from dcp_plugin.core.ranks.calls import together
-from dcp_plugin.core.ranks.collectives import Attempt, RankGroups, Ranks
+from dcp_plugin.core.ranks.collectives import Attempt, Ranks
+from dcp_plugin.core.ranks.groups import RankGroups
 from dcp_plugin.core.records import GatheredState, LiveState, SaveRequest, StagedState
 from dcp_plugin.core.runs import deletion, launches  # noqa: F401
 from dcp_plugin.core.saving import progress  # noqa: F401
@@ -27,7 +28,7 @@ from dcp_plugin.core.saving.queue import RunningSave, SaveQueue
 from dcp_plugin.core.saving.writers import CallingThread
 from dcp_plugin.core.staging.guard import delay_changes, take_off_hooks
 from dcp_plugin.core.staging.snapshot import HostPool, Snapshot
-from dcp_plugin.core.state.adapters import layouts_of
+from dcp_plugin.core.state.named_objects import layouts_of
 from dcp_plugin.core.state.names import module_cache
 from dcp_plugin.core.state.step_stable import StepStableMemory, live_objects
 

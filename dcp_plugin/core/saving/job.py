@@ -25,13 +25,14 @@ from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.summary import plain_metrics
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.planning.local_inventory import Holdings, LocalInventory
-from dcp_plugin.core.planning.save import PlanAnswer, PlanExchange, RankPlan, differ, encode_state, in_table_order
+from dcp_plugin.core.planning.save import PlanAnswer, PlanExchange, differ, encode_state, in_table_order, items_to_write
 from dcp_plugin.core.ranks.collectives import Attempt, Ranks
 from dcp_plugin.core.records import (
     GatheredState,
     LiveState,
     LoadReport,
     OpenCheckpoint,
+    RankPlan,
     SavePlan,
     SaveRequest,
     Spent,
@@ -40,9 +41,9 @@ from dcp_plugin.core.records import (
     WrittenPart,
 )
 from dcp_plugin.core.runs import figures
-from dcp_plugin.core.state.adapters import (
+from dcp_plugin.core.state.adapters import StateAdapter
+from dcp_plugin.core.state.named_objects import (
     Place,
-    StateAdapter,
     adapters_of,
     gather_state,
     layouts_of,
@@ -313,7 +314,7 @@ class SavePipeline:
         config = self._config
         writer = PartWriter(request.path, publication.medium, config.io.threads, self.reuse)
         began = time.monotonic()
-        written = writer.write(plan.rank_plan.items(plan.state), plan.rank, plan.directory, plan.frozen)
+        written = writer.write(items_to_write(plan.rank_plan, plan.state), plan.rank, plan.directory, plan.frozen)
         return replace(written, spent=Spent(request.blocked_seconds, staging_seconds, time.monotonic() - began))
 
     def _publish(

@@ -19,9 +19,11 @@ from typing import Protocol
 from dcp_plugin.core.config import CheckpointConfig
 from dcp_plugin.core.errors import is_terminal
 from dcp_plugin.core.interrupts import collector_paused
-from dcp_plugin.core.media import add_files, medium_of
+from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media.places import add_files
 from dcp_plugin.core.paths import Where
-from dcp_plugin.core.ranks.collectives import Attempt, RankGroups, Ranks
+from dcp_plugin.core.ranks.collectives import Attempt, Ranks
+from dcp_plugin.core.ranks.groups import RankGroups
 from dcp_plugin.core.records import LiveState, SaveRequest
 from dcp_plugin.core.saving.job import SavePipeline, raise_as_failed_save
 from dcp_plugin.core.saving.queue import RunningSave, SaveQueue, first_unreported

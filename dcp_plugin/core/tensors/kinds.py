@@ -25,10 +25,13 @@ import torch
 from torch import nn
 
 from dcp_plugin.core.errors import CheckpointMismatch
+from dcp_plugin.core.types import LocalChunk, ShardedValue
 
 EXACTLY_TENSORS = (torch.Tensor, nn.Parameter)
 """The classes of plain tensors, without subclasses."""
 
+CHECKPOINTABLE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+"""The fields of the protocol ``CheckpointableTensor``. They may be set on a tensor of any class."""
 
 OF_ITS_OWN_CLASS = "stored as a tensor subclass with parts of its own"
 """Text in errors about a stored tensor that only a tensor of the same class can take."""
@@ -302,3 +305,20 @@ def _memory(tensor: torch.Tensor) -> set[int]:
 
 def _line(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def of_full(value: torch.Tensor, any_rank: bool) -> ShardedValue:
+    """Describe a tensor that is complete on each rank."""
+    if is_dense_memory(value):
+        plain = type(value) is torch.Tensor and not value.requires_grad
+        return ShardedValue.of_all(value if plain else value.detach(), any_rank)
+    if is_stored_whole(value):
+        require_parts(value)
+        shape = tuple(value.shape)
+        return ShardedValue(shape, value.dtype, (LocalChunk((0,) * len(shape), shape, value),), stored_whole=True)
+    try:
+        tensor = value.detach()
+    except Exception:  # an uninitialized parameter, or a tensor of a torch.func transform that has ended
+        tensor = value
+    require_memory(tensor)
+    return ShardedValue.of_all(tensor, any_rank)

@@ -6,5 +6,6 @@
   use lists the globals that it accepts, and decides about others by name.
 - :mod:`~dcp_plugin.core.format.pickles.walk` is the walk over these nodes, within a budget of memory and time.
 - :mod:`~dcp_plugin.core.format.pickles.rebuild` makes objects that only executing code would restore otherwise.
-- :mod:`~dcp_plugin.core.format.pickles.archive` checks and reads the zip around the pickle.
+
+:mod:`~dcp_plugin.core.format.torch_archive` checks and reads the zip around the pickle of a ``torch.save`` file.
 """
