@@ -366,6 +366,7 @@ def _check_boxes(table: KeyColumns, place: Column, checkpoint: str) -> None:
             )
         volumes = product(sizes)
         total = totals(volumes, of, len(slots))
+        # Volumes alone would accept a hole that an overlap makes up for.
         wrong = (total != product(shape)) | ~partitioned(offsets, sizes, shape, of, len(slots))
         for slot in np.flatnonzero(wrong & ~no_tensor[slots])[:1].tolist():
             raise CheckpointCorrupt(

@@ -261,7 +261,7 @@ def _found(table: KeyColumns, items: list[Any]) -> Column:
     keys, offsets = columns_of(items, "Item", "fqn", maybe="offset")
     if not _are(keys, str):
         raise ValueError("the key of an item is not text")
-    slots = np.fromiter((table.slots.get(key, -1) for key in keys), np.int64, len(keys))
+    slots = np.fromiter((table.slots.get(key, -1) for key in keys), np.int64, len(keys))  # -1: ignored below
     starts, counts = _numbers([() if offset is None else offset for offset in offsets])
     order = np.zeros(int(table.chunk_starts[-1]), np.int64)
 

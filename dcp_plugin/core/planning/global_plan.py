@@ -336,6 +336,7 @@ class _Rows:
         same = in_all(sizes == sizes[first][np.cumsum(new) - 1])  # as in the first row of the same box
         wrong = np.bincount(key[~same], minlength=count) > 0
         wrong |= volumes != product(shape)
+        # Volumes alone would accept a hole that an overlap makes up for.
         wrong |= ~partitioned(self.offsets[rows][first], sizes[first], shape, key[first], count)
         wrong &= keys.dtype[key_range] != NO_TENSOR
         if wrong.any():

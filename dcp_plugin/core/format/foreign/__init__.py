@@ -184,6 +184,7 @@ def fingerprint_of(files: Files, contents: Contents) -> str:
                 layout = key, view.start, view.dtype, view.shape, view.strides
                 description = repr(layout if view.offsets is None else (*layout, view.offsets)).encode()
                 span = view.span
+                # A sample at the begin, in the middle and at the end; the description is hashed once, with the first.
                 for start in (0, (span - _PLACE) // 2, span - _PLACE):
                     samples.append((description, view.start + max(0, start), min(_PLACE, span)))
                     description = b""
