@@ -228,7 +228,7 @@ def _children(path: KeyPath, value: Any) -> Iterator[tuple[Any, Any]]:
     # a step that is a pair.
     kind = mapping_class(value)
     for key, child in value.items():
-        step = key if isinstance(key, str) else _as_step(key)
+        step = int(key) if isinstance(key, np.integer) else key
         if step == "":
             raise CheckpointMismatch(f"the state has an empty key at {'.'.join(map(str, path)) or 'its root'}")
         yield step if isinstance(step, str) and not kind else (kind or "k", step), child
@@ -352,11 +352,6 @@ A load accepts as many paths as a pickle has bytes, and a pickle takes about as 
 """
 _CONTAINERS = (Mapping, list, tuple, set, frozenset)
 _WITHOUT_PARTS = PLAIN | {torch.Tensor, torch.nn.Parameter}
-
-
-def _as_step(key: Any) -> Any:
-    """Return the key of a mapping as the path of a state has it."""
-    return int(key) if isinstance(key, np.integer) else key
 
 
 _STEPS = (str, int, float, np.integer, type(None))
