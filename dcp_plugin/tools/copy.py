@@ -26,8 +26,9 @@ from dcp_plugin.core.errors import (
     some,
 )
 from dcp_plugin.core.format import has_traces
-from dcp_plugin.core.media import is_workspace, locate, medium_of, tree
+from dcp_plugin.core.media.choice import locate, medium_of
 from dcp_plugin.core.media.copies import copy_target
+from dcp_plugin.core.media.places import is_workspace, tree
 from dcp_plugin.core.paths import (
     PathLike,
     StorageOptions,
@@ -245,7 +246,7 @@ class _Copy:
         medium = medium_of(new_path)
         with damage_in(new_path):
             kind = medium.kind(new_path)
-            names = tree(new_path, medium) if kind == "folder" else []
+            names = tree(medium, new_path) if kind == "folder" else []
         if not names and kind != "file":  # an absent or empty folder
             return ""
         try:

@@ -20,7 +20,7 @@ import torch
 from dcp_plugin.core.errors import CheckpointMismatch, UnsafeCheckpoint, nearest, some
 from dcp_plugin.core.format.index import StoredTensor
 from dcp_plugin.core.format.values import decode_tensor
-from dcp_plugin.core.media import PAGE
+from dcp_plugin.core.media.medium import PAGE
 from dcp_plugin.core.planning.load_balance import BoxPart
 from dcp_plugin.core.planning.reads import ShardedLoadPlanner
 from dcp_plugin.core.storage.reader import ShardedReader

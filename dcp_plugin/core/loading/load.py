@@ -76,7 +76,7 @@ class _Request:
     save: tuple[str, str]
     selection: str
     many_hosts: int
-    """:attr:`~dcp_plugin.core.media.ReadCost.hosts` of the files."""
+    """:attr:`~dcp_plugin.core.media.medium.ReadCost.hosts` of the files."""
     host: str
     objects: dict[str, str]
     """Name -> kind of each module and optimizer."""
