@@ -101,10 +101,6 @@ def test_packages_import_no_insides_of_others() -> None:
 
 
 CIRCLES_TO_MEND = {
-    *("core.media", "core.media.lease", "core.media.usage", "core.media.packed_view", "core.media.disk"),
-    *("core.media.disk.commit", "core.media.disk.direct_io", "core.media.disk.local_files", "core.media.objects"),
-    *("core.media.objects.commit", "core.media.objects.client", "core.media.objects.object_files"),
-    *("core.storage.open", "core.storage.open_foreign", "core.storage.published"),
     *("core.loading.differences", "core.loading.load", "core.loading.matching", "core.loading.origins"),
     *("core.loading.renames", "core.saving.background", "core.saving.writers"),
 }
@@ -161,10 +157,10 @@ def test_no_two_files_have_one_name() -> None:
 LIMITS = {
     "entries at the top": 18,
     "folders at the top": 9,
-    "files": 226,
-    "statements": 32_060,
-    "statements in core/": 18_961,
-    "imports of the package per file": 6.5,
+    "files": 231,
+    "statements": 32_123,
+    "statements in core/": 19_009,
+    "imports of the package per file": 6.6,
 }
 """Size of the package. Whoever makes it smaller lowers these; whoever has to raise one says why in the commit."""
 
