@@ -102,7 +102,7 @@ def test_packages_import_no_insides_of_others() -> None:
 
 CIRCLES_TO_MEND = {
     *("core.loading.differences", "core.loading.load", "core.loading.matching", "core.loading.origins"),
-    *("core.loading.renames", "core.saving.background", "core.saving.writers"),
+    "core.loading.renames",
 }
 """Modules below ``dcp_plugin`` whose circles are known. This becomes empty."""
 
@@ -157,9 +157,9 @@ def test_no_two_files_have_one_name() -> None:
 LIMITS = {
     "entries at the top": 18,
     "folders at the top": 9,
-    "files": 231,
-    "statements": 32_123,
-    "statements in core/": 19_009,
+    "files": 232,
+    "statements": 32_079,
+    "statements in core/": 18_993,
     "imports of the package per file": 6.6,
 }
 """Size of the package. Whoever makes it smaller lowers these; whoever has to raise one says why in the commit."""
