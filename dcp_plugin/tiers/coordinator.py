@@ -44,7 +44,7 @@ from dcp_plugin.tiers.node import Node
 from dcp_plugin.tiers.plain import sendable
 from dcp_plugin.tiers.wire import KeeperLost, connect
 
-logger = logging.getLogger("dcp_plugin.tiers")
+logger = logging.getLogger("dcp_plugin")
 
 _AT_ONCE = 64
 """Nodes that are asked at the same time."""

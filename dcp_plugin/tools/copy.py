@@ -20,6 +20,7 @@ from dcp_plugin.core.errors import (
     CheckpointNotFound,
     SaveFailed,
     UnsafeCheckpoint,
+    as_html,
     damage_in,
     size,
     some,
@@ -42,7 +43,7 @@ from dcp_plugin.core.runs.foreign import Saved
 from dcp_plugin.core.runs.scan import Scan
 from dcp_plugin.core.storage.open import open_checkpoint
 from dcp_plugin.core.storage.open_foreign import weights_in
-from dcp_plugin.core.types import as_html, public_class
+from dcp_plugin.core.types import public_class
 from dcp_plugin.tools.stream import Counter, Progress
 from dcp_plugin.tools.transfer import CopyState, Source, Transfer, is_same, open_source
 

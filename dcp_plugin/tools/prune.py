@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from dcp_plugin.core.errors import CheckpointError, size
+from dcp_plugin.core.errors import CheckpointError, as_html, size
 from dcp_plugin.core.format import DAMAGED, SUMMARY, exists
 from dcp_plugin.core.media.choice import medium_of
 from dcp_plugin.core.media.medium import Leftover
@@ -23,7 +23,7 @@ from dcp_plugin.core.retention import Retention
 from dcp_plugin.core.runs import figures
 from dcp_plugin.core.runs.deletion import remove
 from dcp_plugin.core.runs.scan import state_of
-from dcp_plugin.core.types import CheckpointState, as_html, public_class
+from dcp_plugin.core.types import CheckpointState, public_class
 from dcp_plugin.tools.listing import OURS, Found, ListedCheckpoint, is_in_flight, look_below
 from dcp_plugin.tools.stream import Counter, Progress
 

@@ -30,8 +30,9 @@ from dcp_plugin.core.planning.reads import ShardedLoadPlanner
 from dcp_plugin.core.ranks.collectives import Attempt, Ranks, pack, said_by_ranks, unpack
 from dcp_plugin.core.records import LoadPlan, LoadReport, Match, OpenCheckpoint
 from dcp_plugin.core.sources import SourceFiles
-from dcp_plugin.core.state.adapters import Place, StateAdapter, adapters_of
+from dcp_plugin.core.state.adapters import StateAdapter
 from dcp_plugin.core.state.module import materialise
+from dcp_plugin.core.state.named_objects import Place, adapters_of
 from dcp_plugin.core.storage.reader import ShardedReader
 from dcp_plugin.core.tensors._torch import sharded_value
 from dcp_plugin.core.tensors._torch_modules import Incompatible
