@@ -171,17 +171,13 @@ def _token_of(files: Readable, sizes: Mapping[str, int]) -> str:
 
 def is_same(source: Source, target: Source) -> bool:
     """Return whether two checkpoints are of the same save. Those of other tools are compared file by file."""
-    if source.summary is not None or target.summary is not None:
-        return are_of_one_save(source.summary, target.summary)
+    first, second = source.summary, target.summary
+    if first is not None or second is not None:
+        return first is not None and second is not None and first.save_id == second.save_id
     if source.sizes != target.sizes and not (source.is_file and target.is_file):
         return False
     pairs = zip(sorted(source.sizes), sorted(target.sizes), strict=True)
     return all(_same_bytes(source.files, name, target.files, target_name) for name, target_name in pairs)
-
-
-def are_of_one_save(first: Summary | None, second: Summary | None) -> bool:
-    """Return whether two checkpoints of this package are of the same save, by their summaries; None is no summary."""
-    return first is not None and second is not None and first.save_id == second.save_id
 
 
 def _same_bytes(files: Readable, name: str, other_files: Readable, other_name: str) -> bool:

@@ -31,7 +31,7 @@ _MOST, _MOST_ENTRIES = 0xFFFFFFFF, 0xFFFF
 _UTF8_NAMES, _HAS_DESCRIPTOR = 0x0800, 0x0008
 MAGIC = b"PK\x03\x04"
 """First bytes of a ``torch.save`` file."""
-_LOCAL = struct.Struct("<4sHHHHHIIIHH")
+LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
 _END64 = struct.Struct("<IQHHIIQQQQ")
 _END64_LOCATOR = struct.Struct("<IIQI")
@@ -55,9 +55,9 @@ class Record:
     def header(self) -> bytes:
         """Local header, padded in the extra field ``FB`` so that the data is aligned."""
         name, extra = (_ROOT + self.name).encode(), self._extra
-        padding = -(self.offset + _LOCAL.size + len(name) + len(extra) + 4) % _ALIGNMENT
+        padding = -(self.offset + LOCAL_HEADER.size + len(name) + len(extra) + 4) % _ALIGNMENT
         extra += b"FB" + struct.pack("<H", padding) + b"Z" * padding
-        return _LOCAL.pack(MAGIC, 0, self._flags, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
+        return LOCAL_HEADER.pack(MAGIC, 0, self._flags, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
 
     def descriptor(self, crc: int) -> bytes:
         """Return the bytes after the data, which hold its CRC32."""
@@ -143,7 +143,7 @@ class Archive:
         """False if it is a zip of something else."""
         self.records: dict[str, tuple[int, int]] = {}
         """Position and size in bytes of each record, by its name below the root."""
-        expect(file, [(member.header_offset, member.header_offset + _LOCAL.size) for member in members])
+        expect(file, [(member.header_offset, member.header_offset + LOCAL_HEADER.size) for member in members])
         end = 0
         for member in members if roots else ():
             begin = self._begin_of(member)
@@ -159,11 +159,11 @@ class Archive:
     def _begin_of(self, member: zipfile.ZipInfo) -> int:
         """Return the position of the first byte of a record. Its local header may be longer than the directory says."""
         self._file.seek(member.header_offset)
-        magic, *_, name, extra = _LOCAL.unpack(self._file.read(_LOCAL.size))
+        magic, *_, name, extra = LOCAL_HEADER.unpack(self._file.read(LOCAL_HEADER.size))
         is_stored = member.compress_type == zipfile.ZIP_STORED and not member.flag_bits & 1
         if magic != MAGIC or not is_stored or member.compress_size != member.file_size:
             raise ValueError(f"the record {member.filename} is compressed, encrypted or damaged")
-        return member.header_offset + _LOCAL.size + int(name) + int(extra)
+        return member.header_offset + LOCAL_HEADER.size + int(name) + int(extra)
 
     def read(self, name: str) -> NDArray[np.uint8]:
         """Return the bytes of a record. Raises KeyError if it has no such record."""

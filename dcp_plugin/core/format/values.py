@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp_plugin.core.errors import CheckpointMismatch, UnsafeCheckpoint, size
+from dcp_plugin.core.errors import CheckpointMismatch, UnsafeCheckpoint, first_line, size
 from dcp_plugin.core.format.columns import FACTORIES
 from dcp_plugin.core.format.pickles.unpickler import TENSOR, VALUE, load_bytes
 from dcp_plugin.core.format.pickles.walk import Refused
@@ -111,7 +111,7 @@ def decode(key: str, data: bytes, allow_pickle: bool = False, notes: list[str] |
     except Exception as error:
         raise UnsafeCheckpoint(
             f"the value of {key} cannot be loaded without executing code from the checkpoint, or is damaged "
-            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}). If you trust its origin, pass "
+            f"({first_line(error)}). If you trust its origin, pass "
             f"allow_pickle=({key!r},)."
         ) from error
 

@@ -411,7 +411,7 @@ class ShardedReader(StorageReader):
 
     def _fetches_of_chunk(self, chunk: WholeChunk) -> Iterator[Fetch]:
         target, sizes = chunk.target, tuple(chunk.target.shape)
-        stored, corner = StoredChunk((), sizes, self.index.location(chunk.number)), (0,) * len(sizes)
+        stored, corner = StoredChunk((), sizes, self.index.places.location(chunk.number)), (0,) * len(sizes)
         return fetch.of_box(chunk.key, stored, target.dtype, (corner, sizes), target, self._block(stored.location))
 
     def _block(self, location: Location) -> int | None:

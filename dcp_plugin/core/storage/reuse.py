@@ -287,7 +287,7 @@ def _location_in(index: CheckpointIndex, item: Item) -> Location | None:
     if offsets.shape[1] != len(item.offsets):
         return None
     matches = in_all((offsets == item.offsets) & (sizes == item.sizes)).nonzero()[0]
-    return index.location(int(index.table.chunk_starts[slot] + matches[0])) if len(matches) else None
+    return index.places.location(int(index.table.chunk_starts[slot] + matches[0])) if len(matches) else None
 
 
 def _linkable_keys(index: CheckpointIndex) -> set[str]:

@@ -106,7 +106,7 @@ class ItemsCheck(FileCheck):
         while self._coming and self._coming[0][0] <= self._at:
             begin, chunk = self._coming.popleft()
             key = self._key_of(chunk)
-            location = self._index.location(chunk)
+            location = self._index.places.location(chunk)
             if location.hashes is None:
                 self.unverified.append(key)
             if location.length and begin == self._at:

@@ -225,7 +225,6 @@ def _write_file(
         np.zeros(len(items), np.int32),
         np.array(place, np.int64).reshape(-1, 4),
         np.array([item.frame_hash for item in items], np.uint32),
-        np.array(list(map(len, rows)), np.int64),
         np.array([block for row in rows for block in row], np.uint64),
         {name} if linkable else (),
     )

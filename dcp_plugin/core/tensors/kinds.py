@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dcp_plugin.core.errors import CheckpointMismatch
+from dcp_plugin.core.errors import CheckpointMismatch, first_line
 from dcp_plugin.core.types import LocalChunk, ShardedValue
 
 EXACTLY_TENSORS = (torch.Tensor, nn.Parameter)
@@ -203,7 +203,7 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     try:
         return _copied(tensor)
     except Exception as error:  # code of the subclass, which may raise anything
-        raise CheckpointMismatch(f"{_a(tensor)} that cannot be copied ({_line(error)})") from error
+        raise CheckpointMismatch(f"{_a(tensor)} that cannot be copied ({first_line(error)})") from error
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -254,7 +254,7 @@ def fill(target: torch.Tensor, loaded: torch.Tensor) -> None:
             target.copy_(loaded)
         except Exception as error:
             raise CheckpointMismatch(
-                f"{_a(target)} that cannot take the stored value, {_a(loaded)} ({_line(error)})"
+                f"{_a(target)} that cannot take the stored value, {_a(loaded)} ({first_line(error)})"
             ) from error
 
 
@@ -283,7 +283,7 @@ def narrowed(tensor: torch.Tensor, narrow: Callable[[torch.Tensor], torch.Tensor
             return part
         error: object = "a part of it is a copy"
     except Exception as failure:
-        error = _line(failure)
+        error = first_line(failure)
     raise CheckpointMismatch(
         f"{_a(tensor)}, of which no part can be taken ({error}). Load it with the sharding that it had when it was "
         f"saved"
@@ -295,10 +295,6 @@ def _memory(tensor: torch.Tensor) -> set[int]:
     if _is_wrapper(tensor):
         return set().union(*map(_memory, _parts(tensor).values()))
     return {tensor.untyped_storage().data_ptr()}
-
-
-def _line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def of_full(value: torch.Tensor, any_rank: bool) -> ShardedValue:
