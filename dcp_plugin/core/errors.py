@@ -278,7 +278,7 @@ def some(items: Sequence[object], limit: int = 8, separator: str = ", ") -> str:
     return separator.join(one_line(str(item)) for item in items[:limit]) + more
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of an error's message; the name of its class if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
