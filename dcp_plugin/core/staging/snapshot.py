@@ -140,7 +140,7 @@ class Snapshot:
         written.update(
             pending.key for pending in later if _versions_of(pending.leaf, pending.memory) != pending.versions
         )
-        self.changed = [pending.key for pending in later if pending.key in written]
+        self.changed += [pending.key for pending in later if pending.key in written]
         if self.changed:
             raise SaveFailed(
                 f"{some(self.changed, 5)} changed while the save copied it, and not by an optimizer step. Save with "
