@@ -46,7 +46,7 @@ from dcp_plugin.core.runs.launches import refuse_other_ranks
 from dcp_plugin.core.sources import SourceFiles
 from dcp_plugin.core.state.names import is_list_of
 from dcp_plugin.core.storage.published import read_summary, summary_if_readable
-from dcp_plugin.core.storage.reader import ShardedReader
+from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.types import CheckpointState, as_html, public_class
 
 logger = logging.getLogger("dcp_plugin")
@@ -211,7 +211,7 @@ class StartOptions:
             return
 
         def leaves_out() -> bool:
-            with suppress(CheckpointError, OSError), ShardedReader(path, check_files=False, files=files) as reader:
+            with suppress(CheckpointError, OSError), CheckpointReader(path, check_files=False, files=files) as reader:
                 return bool(reader.index.left_out)  # if it cannot be read, the load will raise that
             return False
 

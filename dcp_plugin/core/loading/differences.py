@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from dcp_plugin.core.errors import first, some
 from dcp_plugin.core.format.keys import join
-from dcp_plugin.core.loading.matching import KeyMap, LoadMode, Matching
+from dcp_plugin.core.loading import KeyMap
+from dcp_plugin.core.loading.matching import LoadMode, Matching
 from dcp_plugin.core.loading.renames import Rename
 from dcp_plugin.core.loading.suggestions import (
     Fit,
@@ -69,10 +70,6 @@ class Differences:
             keys += map(key_map.stored, only_stored)
         return keys
 
-    def idle(self) -> frozenset[str]:
-        """Return the globs and renames that match no key of this rank's objects."""
-        return frozenset((*self._partial.idle(self._keys), *self._rename.idle(self._keys)))
-
     def answer(self, asked: list[str]) -> Answer:
         """Return which of the keys this rank takes."""
         stored = self._match.stored
@@ -90,7 +87,7 @@ class Differences:
                 names = [key_map.stored(name.removesuffix(".")) for name in adapter.names()]
                 taken.update(names)
                 owned.update(names)
-        return Answer.of(asked, taken, owned, self.idle())
+        return Answer.of(asked, taken, owned, self._matching.idle())
 
     def judge(self, union: Union) -> None:
         """Add problems and warnings to the match.

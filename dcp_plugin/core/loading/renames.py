@@ -23,7 +23,7 @@ from torch import nn
 from dcp_plugin.core.errors import CheckpointMismatch, some
 from dcp_plugin.core.format.index import CheckpointIndex, Entry
 from dcp_plugin.core.format.keys import join
-from dcp_plugin.core.loading.matching import KeyMap, path_below
+from dcp_plugin.core.loading import KeyMap, path_below
 from dcp_plugin.core.partial import PATTERN, PartialLoad
 from dcp_plugin.core.state.adapters import StateAdapter
 from dcp_plugin.core.state.names import CleanNames, unwrapped

@@ -24,7 +24,7 @@ from dcp_plugin.core.format import exists, json_object
 from dcp_plugin.core.loading.model_prefix import find_model_prefix
 from dcp_plugin.core.media import Readable, medium_of
 from dcp_plugin.core.paths import PathLike, as_path
-from dcp_plugin.core.storage.reader import ShardedReader
+from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.tools.formats import Layout, Selected, place_of, safetensors_files
 from dcp_plugin.tools.formats.peft_adapters import ADAPTER, Adapter
 
@@ -48,7 +48,7 @@ class Beside:
     """A line for each link out of the checkpoint. Such links are not followed."""
 
     @classmethod
-    def of(cls, reader: ShardedReader, config: PathLike | None) -> Beside:
+    def of(cls, reader: CheckpointReader, config: PathLike | None) -> Beside:
         """Read the small files of the checkpoint. Those of the folder ``config`` replace them.
 
         Raises:

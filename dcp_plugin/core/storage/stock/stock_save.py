@@ -47,10 +47,11 @@ from dcp_plugin.core.media import locate, medium_of, uncommitted_reason
 from dcp_plugin.core.paths import StorageOptions, Where, as_path, is_path
 from dcp_plugin.core.planning.global_plan import Share, make_global_plan
 from dcp_plugin.core.planning.local_inventory import VALUE, LocalInventory, OfKey, ties_of
-from dcp_plugin.core.planning.save import encode_state, narrow
+from dcp_plugin.core.planning.save import encode_state
 from dcp_plugin.core.records import NewItem
 from dcp_plugin.core.storage.part_writer import Facts, PartWriter, Publication
 from dcp_plugin.core.storage.reuse import Reuse
+from dcp_plugin.core.storage.stock.stock_load import narrow
 from dcp_plugin.core.tensors._torch_sharded import settled
 from dcp_plugin.core.tensors.kinds import is_stored_whole, require_memory
 from dcp_plugin.core.types import EncodedValue, KeyPath, Shape, ShardedValue, public_class
@@ -139,7 +140,8 @@ class ShardedSavePlanner(SavePlanner):
         if isinstance(value, EncodedValue):
             return io.BytesIO(value.data)
         assert write_item.tensor_data is not None
-        return narrow(value, write_item.index.fqn, write_item.tensor_data.chunk)
+        box = write_item.tensor_data.chunk
+        return narrow(value, write_item.index.fqn, tuple(box.offsets), tuple(box.sizes))
 
 
 def _inventory_of(plan: SavePlan, facts: LocalFacts) -> LocalInventory:
