@@ -27,7 +27,6 @@ from dcp_plugin.core.format.columns import (
     KeyColumns,
     Location,
     Places,
-    in_all,
     in_any,
     order_of,
     partitioned,
@@ -70,13 +69,6 @@ class _Chunks(Sequence[StoredChunk]):
         location = self.parent.location(int(self.parent.table.chunk_starts[self._slot]) + at)
         return StoredChunk(tuple(offsets[at].tolist()), tuple(sizes[at].tolist()), location)
 
-    def number_at(self, offsets: Shape) -> int | None:
-        """Return the number of the chunk that begins at ``offsets``."""
-        if len(offsets) != self._boxes[0].shape[1]:
-            return None
-        matches = np.flatnonzero(in_all(self._boxes[0] == offsets))
-        return int(matches[0]) if len(matches) else None
-
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -104,13 +96,6 @@ class StoredTensor:
         import torch
 
         return torch.empty(self.shape, dtype=dtype or self.dtype, device=device)
-
-    def number_at(self, offsets: Shape, hint: int | None = None) -> int | None:
-        """Return the number of the chunk that begins at ``offsets``. ``hint`` is a number that a planner expects."""
-        if hint is not None and 0 <= hint < len(self.chunks) and self.chunks[hint].offsets == offsets:
-            return hint
-        assert isinstance(self.chunks, _Chunks), "only the entries of an index are searched"
-        return self.chunks.number_at(offsets)
 
 
 @dataclass(frozen=True)

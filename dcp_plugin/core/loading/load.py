@@ -184,7 +184,16 @@ class Loading:
             nonlocal adapters, selection
             adapters = adapters_of(state, place=Place(self._ranks.rank, self._ranks.size))
             selection = self._located(adapters)
-            return self._open(selection, _objects_in(adapters))
+            many_hosts = self._reader.opened.files.cost.hosts  # ``opened`` opens the checkpoint
+            return _Request(
+                str(self._path),
+                str(self._reader.path),
+                self._reader.save,
+                repr(selection),
+                many_hosts,
+                socket.gethostname(),
+                _objects_in(adapters),
+            )
 
         def compare(requests: list[_Request]) -> tuple[str, float, dict[str, str]]:
             objects = {name: kind for request in reversed(requests) for name, kind in request.objects.items()}
@@ -192,19 +201,6 @@ class Loading:
 
         difference, least, objects = self._ranks.combine(f"open {self._path}", open_here, compare)
         return _Begun(adapters, selection, least, objects), difference
-
-    def _open(self, selection: PartialLoad | None, objects: dict[str, str]) -> _Request:
-        """Open the checkpoint on this rank, and return the rank's request."""
-        many_hosts = self._reader.opened.files.cost.hosts  # ``opened`` opens the checkpoint
-        return _Request(
-            str(self._path),
-            str(self._reader.path),
-            self._reader.save,
-            repr(selection),
-            many_hosts,
-            socket.gethostname(),
-            objects,
-        )
 
     def _located(self, adapters: list[StateAdapter]) -> PartialLoad | None:
         """Return the partial load, with the position of its submodule in the state; None for a load of everything."""
@@ -222,7 +218,9 @@ class Loading:
             objects = _objects_in(adapters)
             matching = Matching(self._path, self.opened, selection, self._strict, True, self._mode, objects)
         step = f"compare {self._path} with the state"
-        union = self._ask_all(step, lambda: _questions(matching, adapters), lambda asked: _answer(matching, asked))
+        union = self._ask_all(
+            step, lambda: _questions(matching, adapters), lambda asked: _differences(matching).answer(asked)
+        )
         _judge_keys(matching, union)
         self._planner(matching.match)
         return matching.match
@@ -277,7 +275,7 @@ class Loading:
                     allocated.extend(join(adapter.name, key) for key in materialise(adapter.module))
             return _questions(matching, context.adapters)
 
-        union = self._ask_all(step, match, lambda asked: _answer(matching, asked))
+        union = self._ask_all(step, match, lambda asked: _differences(matching).answer(asked))
         fitted = Attempt.of(lambda: self._judge_and_plan(context, matching, union, allocated))
         if union is not None:
             warnings_of_all = self._ranks.combine(step, lambda: fitted.get().match.warnings, said_by_ranks)
@@ -479,10 +477,6 @@ def _objects_in(adapters: list[StateAdapter]) -> dict[str, str]:
 def _questions(matching: Matching, adapters: list[StateAdapter]) -> list[str] | None:
     """Match this rank's objects, and return the questions to all ranks, see :meth:`Loading._ask_all`."""
     return _differences(matching).questions() if matching.run(adapters) else None
-
-
-def _answer(matching: Matching, asked: list[str]) -> Answer:
-    return _differences(matching).answer(asked)
 
 
 def _judge_keys(matching: Matching, union: Union | None) -> None:

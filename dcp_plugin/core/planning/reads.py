@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from math import prod
 from operator import add, sub
 from typing import Any, NamedTuple
@@ -46,11 +45,11 @@ class ReadPlanner:
         self._chunks = self._wanted_as_stored()
         others = [key for key in targets if key not in self._chunks]
         self._layouts = {key: StoredLayout.of_table(index.table, index.slots[stored[key]]) for key in others}
-        problems = (
-            misfit(key, targets[key], layout, scales_of(stored[key], index.slots))
+        self.misfits = [
+            reason
             for key, layout in self._layouts.items()
-        )
-        self.misfits = list(filter(None, problems))
+            if (reason := misfit(key, targets[key], layout, stored[key], index.slots))
+        ]
         """A line for each target that cannot be filled: its shape or kind differs."""
 
     def plan(self) -> ReadPlan:
@@ -116,10 +115,7 @@ class ReadPlanner:
         rows = self._index.rows_of(name)
         for overlap in overlaps_of(name, target, layout):
             chunk = target.chunks[overlap.here]
-            try:
-                memory = part_of(chunk, overlap.offsets, overlap.sizes, target.stored_whole)
-            except CheckpointMismatch as error:
-                raise CheckpointMismatch(f"{key} is {error}") from error
+            memory = part_of(key, chunk, overlap.offsets, overlap.sizes, target.stored_whole)
             offsets = tuple(map(sub, overlap.offsets, overlap.stored_offsets))
             is_complete = chunk.sizes == target.shape
             yield BoxRead(name, rows[overlap.stored], memory, offsets, overlap.sizes, is_complete)
@@ -138,10 +134,7 @@ def decoded(
         allow_pickle: Keys (globs) whose values may be loaded by executing pickled code.
         notes: List to which a line is added for each value that is loaded without its class.
     """
-    return {
-        key: values.decode(name, bytes(data[name]), any(fnmatchcase(name, glob) for glob in allow_pickle), notes)
-        for key, name in plan.values.items()
-    }
+    return {key: values.decode(name, bytes(data[name]), allow_pickle, notes) for key, name in plan.values.items()}
 
 
 class Overlap(NamedTuple):
@@ -172,7 +165,7 @@ class StoredLayout:
     def of_table(cls, table: KeyColumns, slot: int) -> StoredLayout:
         return cls(table.dtype_of(slot), table.shape_of(slot), *table.boxes_of(slot))
 
-    def overlaps(self, here: int, chunk: LocalChunk) -> list[Overlap]:
+    def overlaps(self, name: str, here: int, chunk: LocalChunk) -> list[Overlap]:
         """Return the stored chunks that share elements with ``chunk``, whose number is ``here``.
 
         Stored chunks are mostly sorted by their first row, so a binary search finds the candidates. All stored chunks
@@ -190,7 +183,7 @@ class StoredLayout:
             ]
             if sum(prod(overlap.sizes) for overlap in overlaps) == wanted:
                 return overlaps
-        raise CheckpointCorrupt(f"the checkpoint does not have all {wanted} elements of a part")
+        raise CheckpointCorrupt(f"{name}: the checkpoint does not have all {wanted} elements of a part")
 
     def number_of(self, chunk: LocalChunk) -> int | None:
         """Return the number of the stored chunk with the same box; None if the binary search over rows finds none."""
@@ -218,12 +211,14 @@ def _takes(target: ShardedValue, length: int) -> bool:
     return same and is_plain_memory(tensor)
 
 
-def misfit(key: str, target: Any, stored: StoredLayout, scales: str) -> str:
+def misfit(key: str, target: Any, stored: StoredLayout, name: str, keys: Container[str]) -> str:
     """Return the reason why a target cannot be filled; empty if it can be filled.
 
     Args:
-        scales: Result of :func:`scales_of`.
+        name: The key in the checkpoint.
+        keys: All keys of the checkpoint.
     """
+    scales = name + "_scale_inv"  # of DeepSeek's quantized weights
     if not isinstance(target, ShardedValue):
         kind = type(target).__name__
         return "" if stored.dtype is None else f"{key} is a {kind} here and a tensor in the checkpoint"
@@ -233,7 +228,7 @@ def misfit(key: str, target: Any, stored: StoredLayout, scales: str) -> str:
         return f"{key} has shape {target.shape} here and {stored.shape} in the checkpoint"
     if not torch.can_cast(stored.dtype, target.dtype):
         return f"{key} is {target.dtype} here, which cannot hold the checkpoint's {stored.dtype}"
-    if scales and stored.dtype.itemsize == 1 and target.dtype != stored.dtype:
+    if scales in keys and stored.dtype.itemsize == 1 and target.dtype != stored.dtype:
         return (
             f"{key} is {target.dtype} here and quantized in the checkpoint: {stored.dtype}, to be multiplied with "
             f"{scales}, as torch.distributed.checkpoint.QuantizedHuggingFaceStorageReader does"
@@ -244,12 +239,6 @@ def misfit(key: str, target: Any, stored: StoredLayout, scales: str) -> str:
     return ""
 
 
-def scales_of(name: str, stored: Container[str]) -> str:
-    """Return the key of a quantized weight's scales, recognized by DeepSeek's suffix; empty if there is none."""
-    scales = name + "_scale_inv"
-    return scales if scales in stored else ""
-
-
 def overlaps_of(name: str, target: ShardedValue, layout: StoredLayout) -> Iterator[Overlap]:
     """Yield the boxes that together fill the target's chunks.
 
@@ -258,10 +247,7 @@ def overlaps_of(name: str, target: ShardedValue, layout: StoredLayout) -> Iterat
     """
     for here, chunk in enumerate(target.chunks):
         if 0 not in chunk.sizes:
-            try:
-                yield from layout.overlaps(here, chunk)
-            except CheckpointCorrupt as error:
-                raise CheckpointCorrupt(f"{name}: {error}") from error
+            yield from layout.overlaps(name, here, chunk)
 
 
 def _intersection(chunk: LocalChunk, offsets: list[int], sizes: list[int]) -> tuple[Shape, Shape] | None:

@@ -109,7 +109,7 @@ def _standing(leaf: Any) -> Standing:
     return Standing.EMPTY if is_empty else Standing.HOLDS
 
 
-def part_of(chunk: LocalChunk, offsets: Shape, sizes: Shape, stored_whole: bool) -> torch.Tensor:
+def part_of(key: str, chunk: LocalChunk, offsets: Shape, sizes: Shape, stored_whole: bool) -> torch.Tensor:
     """Return the part of a chunk inside a box. For the complete chunk this is its tensor, since not every class can
     narrow.
 
@@ -118,7 +118,7 @@ def part_of(chunk: LocalChunk, offsets: Shape, sizes: Shape, stored_whole: bool)
         stored_whole: :attr:`~dcp_plugin.core.types.ShardedValue.stored_whole` of the tensor.
 
     Raises:
-        CheckpointMismatch: The tensor's class cannot be narrowed. The message lacks the key.
+        CheckpointMismatch: The tensor's class cannot be narrowed.
     """
 
     def cut(view: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,10 @@ def part_of(chunk: LocalChunk, offsets: Shape, sizes: Shape, stored_whole: bool)
 
     if sizes == chunk.sizes:
         return chunk.tensor
-    return narrowed(chunk.tensor, cut) if stored_whole else cut(chunk.tensor)
+    try:
+        return narrowed(chunk.tensor, cut) if stored_whole else cut(chunk.tensor)
+    except CheckpointMismatch as error:
+        raise CheckpointMismatch(f"{key} is {error}") from error
 
 
 DIGEST = 12  # bytes: four of these and the sum, pickled, stay below 96
@@ -194,7 +197,7 @@ class RankPlan:
         for at, offsets, sizes in zip(share.part.tolist(), share.offsets.tolist(), share.sizes.tolist(), strict=True):
             key, data, begin, extent = items[at]
             box = tuple(offsets[: len(extent)]), tuple(sizes[: len(extent)])
-            part = part_of(LocalChunk(begin, extent, cast(torch.Tensor, data)), *box, stored_whole=False)
+            part = part_of(key, LocalChunk(begin, extent, cast(torch.Tensor, data)), *box, stored_whole=False)
             items[at] = NewItem(key, part, *box)
         stored_whole = {key for key, value in state.items() if isinstance(value, ShardedValue) and value.stored_whole}
         for at, (key, data, *box) in enumerate(items) if stored_whole else ():

@@ -66,12 +66,8 @@ class _Read(NamedTuple):
     reader: int = -1
 
     @property
-    def target(self) -> torch.Tensor:
-        return self.box.target
-
-    @property
     def nbytes(self) -> int:
-        return self.target.nbytes
+        return self.box.target.nbytes
 
 
 class BroadcastRead:
@@ -144,22 +140,22 @@ class BroadcastRead:
         packed: list[tuple[_Read, torch.Tensor]] = []
         for message in messages:
             sender, start = message[0].reader, at
-            if len(message) == 1 and is_plain_memory(message[0].target):
-                sent.append((sender, message[0].target.reshape(-1).view(torch.uint8)))
+            if len(message) == 1 and is_plain_memory(message[0].box.target):
+                sent.append((sender, message[0].box.target.reshape(-1).view(torch.uint8)))
                 continue
             for read in message:
                 end = at + read.nbytes
-                packed.append((read, self._memory[at:end].view(read.target.dtype).view(read.target.shape)))
+                packed.append((read, self._memory[at:end].view(read.box.target.dtype).view(read.box.target.shape)))
                 at = start + _aligned(end - start)
             # Without padding at the end: another rank may send or receive the same message in its target's memory.
             sent.append((sender, self._memory[start:end]))
         for read, memory in packed:
             if read.reader == self._ranks.rank:
-                memory.copy_(read.target)
+                memory.copy_(read.box.target)
         self._ranks.exchange(step, sent, group)
         for read, memory in packed:
             if read.reader != self._ranks.rank:
-                read.target.copy_(memory)
+                read.box.target.copy_(memory)
 
     def _reserve(self, size: int) -> None:
         """Allocate the buffer of a window. Later windows reuse it: the system takes as long to provide fresh memory as
@@ -228,7 +224,7 @@ def _cut(read: _Read, nbytes: int) -> tuple[_Read, _Read | None]:
 
 
 def _part_of(read: _Read, offsets: Shape, sizes: Shape) -> _Read:
-    target = read.target[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
+    target = read.box.target[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
     part = read.box._replace(target=target, offsets=tuple(map(add, read.box.offsets, offsets)), sizes=sizes)
     return read._replace(box=part)
 
@@ -239,7 +235,7 @@ def _windows(reads: list[_Read]) -> Iterator[list[_Read]]:
     ends: dict[int, int] = defaultdict(int)
     placed = []
     for read in reads:
-        entire = BoxPart((0,) * len(read.box.sizes), read.box.sizes, read.target.element_size())
+        entire = BoxPart((0,) * len(read.box.sizes), read.box.sizes, read.box.target.element_size())
         for part in entire.at_most(_MAX_MESSAGE):
             placed.append((ends[read.reader], _part_of(read, part.offsets, part.sizes)))
             ends[read.reader] += part.nbytes
@@ -263,7 +259,7 @@ def _messages(window: list[_Read]) -> Iterator[list[_Read]]:
 
 def _room(message: list[_Read]) -> int:
     """Return the bytes of buffer that a message needs."""
-    if len(message) == 1 and is_plain_memory(message[0].target):
+    if len(message) == 1 and is_plain_memory(message[0].box.target):
         return 0
     return sum(_aligned(read.nbytes) for read in message)
 

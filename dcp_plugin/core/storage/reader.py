@@ -13,7 +13,6 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import NamedTuple, Self
 
 import torch
@@ -180,7 +179,11 @@ class CheckpointReader:
             files.pin(self._files_of(plan))
         boxes, chunks = [self._box(read) for read in plan.boxes], plan.chunks
         if files.cost.gap >= LARGEST_CHUNK:  # a read costs more than objects: all neighbours are read together
-            boxes, chunks = [*boxes, *map(self._box_of_chunk, chunks)], ()
+            boxes += [
+                _Box(read, StoredChunk(read.offsets, read.sizes, self.index.location(read.number)), read.target.dtype)
+                for read in chunks
+            ]
+            chunks = ()
         boxes = self._recognised(boxes)
         wholes, fetches = list[_Box](), list[Fetch]()
         for box in boxes:
@@ -188,7 +191,7 @@ class CheckpointReader:
                 wholes.append(box)
             else:
                 fetches += self._fetches(box, box.read.target)
-        locations = {key: self._location_of(key) for key in plan.values.values()}
+        locations = {key: self.index.location(self.index.rows_of(key)[0]) for key in plan.values.values()}
         values: dict[tuple[str, int], bytearray] = {}
         for key, location in locations.items():
             place = location.file, location.offset
@@ -207,16 +210,9 @@ class CheckpointReader:
         Raises:
             CheckpointMismatch: The key has several items.
         """
-        if key in self.index.values_here:
-            return self._value_here(key)
-        count = len(self.index.rows_of(key))
-        if count != 1:
+        if (count := len(self.index.rows_of(key))) != 1:
             raise CheckpointMismatch(f"{self.path}: {key} is stored in {count} parts, so it cannot be read as one item")
-        place = self._location_of(key)
-        location = replace(place, payload_offset=None, payload_length=place.length)
-        fetch_of_item, memory = fetch.of_value(key, location, self._block(location))
-        self._read([fetch_of_item])
-        return bytes(self._plain(memory, location))
+        return bytes(self.read(ReadPlan(values={key: key}))[key])
 
     def _read(self, fetches: list[Fetch], chunks: Sequence[BoxRead] = ()) -> None:
         files = self.opened.files
@@ -236,19 +232,11 @@ class CheckpointReader:
         numbers = self.index.columns["file"][rows] if rows else ()
         return {self.index.file_names[number] for number in set(map(int, numbers))}
 
-    def _location_of(self, key: str) -> Location:
-        """Return the location of a key that has one item."""
-        return self.index.location(self.index.rows_of(key)[0])
-
     def _box(self, read: BoxRead) -> _Box:
         index, key = self.index, read.key
         entry = index[key]
         assert isinstance(entry, StoredTensor), "a plan has boxes of tensors"
         return _Box(read, entry.chunks[read.number - index.rows_of(key)[0]], entry.dtype)
-
-    def _box_of_chunk(self, read: BoxRead) -> _Box:
-        """Return a read of :attr:`ReadPlan.chunks`, which is a complete chunk, without an entry of its key."""
-        return _Box(read, StoredChunk(read.offsets, read.sizes, self.index.location(read.number)), read.target.dtype)
 
     def _recognised(self, boxes: list[_Box]) -> list[_Box]:
         """Find the payloads of a stock checkpoint's tensors, so that they need not go through ``torch.load``."""
@@ -269,11 +257,8 @@ class CheckpointReader:
         return [box if chunk is None else box._replace(chunk=chunk) for box, chunk in pairs]
 
     def _value(self, key: str, location: Location, values: dict[tuple[str, int], bytearray]) -> bytes | bytearray:
-        if key in self.index.values_here:
-            return self._value_here(key)
-        return self._plain(values[location.file, location.offset], location)
-
-    def _value_here(self, key: str) -> bytes:
+        if key not in self.index.values_here:
+            return self._plain(values[location.file, location.offset], location)
         from dcp_plugin.core.format.foreign.torch_file import RefusedValue  # only such files have values in their index
 
         value = self.index.values_here[key]

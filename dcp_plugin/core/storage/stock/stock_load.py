@@ -13,7 +13,6 @@ import os
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from operator import add, sub
 from typing import Any
 
@@ -31,13 +30,13 @@ from dcp_plugin.core.format.index import StoredTensor
 from dcp_plugin.core.format.keys import flatten, is_empty_mapping, require_names, step_of, walked_as_stored
 from dcp_plugin.core.format.stock_objects import metadata_of
 from dcp_plugin.core.paths import as_path, is_path
-from dcp_plugin.core.planning.reads import StoredLayout, misfit, overlaps_of, scales_of
+from dcp_plugin.core.planning.reads import StoredLayout, misfit, overlaps_of
 from dcp_plugin.core.planning.save import part_of
 from dcp_plugin.core.records import BoxRead, ReadPlan
 from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.tensors._torch import is_tensor, sharded_value, with_memory
 from dcp_plugin.core.tensors.kinds import is_stored_whole, require_memory
-from dcp_plugin.core.types import KeyPath, Shape, ShardedValue, public_class
+from dcp_plugin.core.types import KeyPath, ShardedValue, public_class
 
 
 @public_class()
@@ -107,31 +106,26 @@ class ShardedReader(CheckpointReader, StorageReader):
         for item in plan.items:
             is_tensor = isinstance(self.index[item.storage_index.fqn], StoredTensor)
             (of_tensors if is_tensor else of_values).append(item)
-        rows = list(map(self._row_of, of_tensors))
-        targets = [_target_of(item, planner) for item in of_tensors]
-        names = [item.storage_index.fqn for item in of_values]
-        boxes = [
-            BoxRead(item.storage_index.fqn, row, target, tuple(item.storage_offsets), tuple(item.lengths))
-            for item, row, target in zip(of_tensors, rows, targets, strict=True)
-        ]
-        data = self.read(ReadPlan(boxes, values=dict(zip(names, names, strict=True))))
-        for item, name in zip(of_values, names, strict=True):
-            planner.load_bytes(item, io.BytesIO(data[name]))
-        for item, target in zip(of_tensors, targets, strict=True):
-            planner.commit_tensor(item, target)
+        boxes = [self._box_read(item, _target_of(item, planner)) for item in of_tensors]
+        data = self.read(ReadPlan(boxes, values={item.storage_index.fqn: item.storage_index.fqn for item in of_values}))
+        for item in of_values:
+            planner.load_bytes(item, io.BytesIO(data[item.storage_index.fqn]))
+        for item, box in zip(of_tensors, boxes, strict=True):
+            planner.commit_tensor(item, box.target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _row_of(self, item: ReadItem) -> int:
-        """Return the number of the stored chunk of an item. Planners give its offset and a hint at its position."""
-        name, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
-        entry = self.index[name]
-        assert isinstance(entry, StoredTensor), "it is no value"
-        number = entry.number_at(offset, item.storage_index.index)
+    def _box_read(self, item: ReadItem, target: torch.Tensor) -> BoxRead:
+        """Return the read of an item. Planners give the offset of its stored chunk, and a hint at the number."""
+        name, offset, hint = item.storage_index.fqn, tuple(item.storage_index.offset or ()), item.storage_index.index
+        rows = self.index.rows_of(name)
+        stored, _ = self.index.table.boxes_of(self.index.slots[name])
+        near = [hint] if hint is not None and 0 <= hint < len(rows) else []
+        number = next((at for at in (*near, *range(len(rows))) if tuple(stored[at].tolist()) == offset), None)
         if number is None:
             raise CheckpointCorrupt(f"{self.path}: {name} has no chunk at {offset}")
-        return self.index.rows_of(name)[number]
+        return BoxRead(name, rows[number], target, tuple(item.storage_offsets), tuple(item.lengths))
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -226,10 +220,11 @@ class ShardedLoadPlanner(LoadPlanner):
             CheckpointMismatch: Targets have another shape or kind or, if strict, are missing. The message names them.
         """
         self.missing = [key for key in self._targets if key not in self._stored]
-        problems = (
-            misfit(key, self._targets[key], layout, scales_of(key, self._keys)) for key, layout in self._stored.items()
-        )
-        self.misfits = list(filter(None, problems))
+        self.misfits = [
+            reason
+            for key, layout in self._stored.items()
+            if (reason := misfit(key, self._targets[key], layout, key, self._keys))
+        ]
         if self._strict:
             self.misfits += [f"{key} is not in the checkpoint{nearest(key, self._keys)}" for key in self.missing]
         if self.misfits:
@@ -261,9 +256,8 @@ class ShardedLoadPlanner(LoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         stored = read_item.storage_index.fqn
-        allowed = any(fnmatchcase(stored, glob) for glob in self._allow_pickle)
         key = read_item.dest_index.fqn
-        target, loaded = self._targets[key], values.decode(stored, value.getvalue(), allowed, self.plain)
+        target, loaded = self._targets[key], values.decode(stored, value.getvalue(), self._allow_pickle, self.plain)
         if self.plain:  # DCP never reads it
             warn(f"a value was loaded without its class: {self.plain.pop()}.")
         if self._strict:
@@ -271,25 +265,14 @@ class ShardedLoadPlanner(LoadPlanner):
         _set(self._tree, self._paths[key], values.on_devices_of(target, loaded))
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        target = self._targets[read_item.dest_index.fqn]
+        key = read_item.dest_index.fqn
+        target = self._targets[key]
         chunk = target.chunks[read_item.dest_index.index]
         offsets = tuple(map(add, read_item.dest_offsets, chunk.offsets))
-        return narrow(target, read_item.dest_index.fqn, offsets, tuple(read_item.lengths))
+        return part_of(key, chunk, offsets, tuple(read_item.lengths), target.stored_whole)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Do nothing: the tensor is a view of the target."""
-
-
-def narrow(value: ShardedValue, key: str, offsets: Shape, sizes: Shape) -> torch.Tensor:
-    """Return the view of a box that is inside one of this rank's chunks."""
-    for chunk in value.chunks:
-        edges = zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
-        if all(origin <= at and at + size <= origin + extent for at, size, origin, extent in edges):
-            try:
-                return part_of(chunk, offsets, sizes, value.stored_whole)
-            except CheckpointMismatch as error:
-                raise CheckpointMismatch(f"{key} is {error}") from error
-    raise CheckpointMismatch(f"{key}: this rank holds no chunk of shape {sizes} at {offsets}")
 
 
 def _layout_of(stored: Any) -> StoredLayout:
