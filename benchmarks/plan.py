@@ -46,8 +46,9 @@ from dcp_plugin.core.format.payload import block_size
 from dcp_plugin.core.format.summary import fingerprint
 from dcp_plugin.core.planning.local_inventory import Holdings, LocalInventory
 from dcp_plugin.core.planning.reads import ReadPlanner
-from dcp_plugin.core.planning.save import DIGEST, PlanExchange, RankPlan, in_table_order
+from dcp_plugin.core.planning.save import DIGEST, PlanExchange, in_table_order, items_to_write
 from dcp_plugin.core.ranks.collectives import Ranks
+from dcp_plugin.core.records import RankPlan
 from dcp_plugin.core.types import Flat, LocalChunk, ShardedValue
 
 MESHES = ("fsdp", "hsdp", "uneven", "mixed")
@@ -253,7 +254,7 @@ def _plan_of_threads(mesh: str, ranks: int, tensors: int, figures: Figures) -> t
         plan(again)
         second = time.thread_time() - begin
         assert exchange.repeated
-        sizes = [4 * prod(item.sizes) for item in planned.items(state) if item.sizes]
+        sizes = [4 * prod(item.sizes) for item in items_to_write(planned, state) if item.sizes]
         results[rank] = pickle.dumps(Places.of(_written(rank, sizes)))
         if rank == 0:
             figures.seconds |= {"plan": first, "again": second}

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._harness import CONTEXT
-from dcp_plugin.core.state.adapters import adapters_of, gather_state
+from dcp_plugin.core.state.named_objects import adapters_of, gather_state
 
 LAYERS = 16
 RANKS = {"plain": 1, "ddp": 2, "fsdp1": 2, "fsdp2": 2, "hsdp": 4}

@@ -23,17 +23,19 @@ from dcp_plugin.core.format.metadata import Aliases, Views
 from dcp_plugin.core.interrupts import collector_paused
 from dcp_plugin.core.loading.load import Loading
 from dcp_plugin.core.loading.matching import LoadMode
-from dcp_plugin.core.media import medium_of, unpacked
+from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media.places import unpacked
 from dcp_plugin.core.paths import PathLike, Where, as_path
 from dcp_plugin.core.ranks.calls import Call, together
-from dcp_plugin.core.ranks.collectives import RankGroups, Ranks
+from dcp_plugin.core.ranks.collectives import Ranks
+from dcp_plugin.core.ranks.groups import RankGroups
 from dcp_plugin.core.records import LiveState, LoadReport, SaveRequest
 from dcp_plugin.core.runs.damage import quarantine_damaged
 from dcp_plugin.core.saving.job import SavePipeline
 from dcp_plugin.core.saving.queue import RunningSave, SaveHandle, SaveQueue, first_unreported, wait_until_staged
 from dcp_plugin.core.saving.save_timing import SaveTiming
-from dcp_plugin.core.saving.writers import is_rank_zero_busy, writer_of
-from dcp_plugin.core.sources import SourceFiles, source_of
+from dcp_plugin.core.saving.writers import CallingThread, Writer, is_rank_zero_busy
+from dcp_plugin.core.sources import SourceFiles, keeper_of, source_of
 from dcp_plugin.core.types import CheckpointState, public_class
 
 if TYPE_CHECKING:
@@ -78,7 +80,13 @@ class Checkpointer:
         self._groups = RankGroups(settings_of_all_ranks(self.config), self.config.timeout, solo, aside)
         self._saving = SavePipeline(self.config)
         self._queue = SaveQueue()
-        self._writer = writer_of(self.config, self._saving, self._queue, self._groups)
+        self._writer: Writer = CallingThread(self.config, self._saving, self._groups)
+        if self.config.async_save:
+            from dcp_plugin.core.saving.background import BackgroundThread  # only asynchronous saves need host copies
+
+            self._writer = BackgroundThread(self.config, self._saving, self._queue, self._groups)
+        if (keeper := keeper_of(self.config)) is not None:
+            self._writer = keeper.writer(self.config, self._saving, self._queue, self._groups, self._writer)
         self._source = source_of(self.config)
         self._timing = SaveTiming(self.config, lambda: self._queue.is_saving)
 
@@ -252,8 +260,7 @@ class Checkpointer:
                 handle.refuse_in_callback(f"remove {path}")
                 handle.wait_done()
         deletion.refuse_other_things(location)
-        if not self._writer.forget(location):
-            self._source.forget(location)
+        (self._writer.saves or self._source).forget(location)
         deletion.remove(location)
 
     def wait(self) -> None:
@@ -362,7 +369,7 @@ class Internals:
 
                 sigterm.watch(self.of._queue, self.of.config.timeout)
             may_skip = self.of.config.async_save and self.of.config.when_busy == "skip"
-            if may_skip and is_rank_zero_busy(self.of._writer, self.of._groups, handle.path):
+            if may_skip and is_rank_zero_busy(self.of._queue, self.of._groups, handle.path):
                 handle.set_skipped()
                 return handle
             ranks = self.of._writer.idle_ranks()
@@ -410,7 +417,7 @@ class Internals:
         with self.of._queue.call(f"look at {path}"):
             ranks = self.of._writer.idle_ranks()
             location = as_path(path, self.of.config.storage_options)
-            if not self.of._writer.is_attached:
+            if self.of._writer.saves is None:
                 self.of._source.settle(location.parent, ranks)
             with self.of._open_in_source(location, ranks) as files:
                 is_only_in_source = files is not None and not files.is_at_path
@@ -461,7 +468,8 @@ class Internals:
         """
         with self.of._queue.call("bring the newest save to its path"):
             self.of.wait()
-            self.of._writer.bring_newest()
+            if (saves := self.of._writer.saves) is not None:
+                saves.bring_newest()
 
     @property
     def ranks(self) -> Ranks:

@@ -32,9 +32,10 @@ from dcp_plugin.core.errors import (
     CheckpointIncomplete,
     CheckpointMismatch,
     CheckpointNotFound,
+    as_html,
     some,
 )
-from dcp_plugin.core.media import locate, medium_of, uncommitted_reason
+from dcp_plugin.core.media.choice import locate, medium_of, uncommitted_reason
 from dcp_plugin.core.partial import PartialLoad
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path, public, resolved
 from dcp_plugin.core.ranks.calls import Call, together
@@ -47,7 +48,7 @@ from dcp_plugin.core.sources import SourceFiles
 from dcp_plugin.core.state.names import is_list_of
 from dcp_plugin.core.storage.published import read_summary, summary_if_readable
 from dcp_plugin.core.storage.reader import CheckpointReader
-from dcp_plugin.core.types import CheckpointState, as_html, public_class
+from dcp_plugin.core.types import CheckpointState, public_class
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -183,7 +184,9 @@ class StartOptions:
             if start.how != "resumed":
                 return replace(start, report=checkpointer.load(modules, start.path, self.partial, self.strict))
             # Outside of the block: damage of init_from is no reason to pass over this checkpoint.
-            self._load_before(checkpointer, modules, start.path)
+            if self.init_from is not None:
+                with Internals(checkpointer).shown(start.path) as files:
+                    self.load_before(checkpointer, modules, start.path, files)
             try:
                 report = resume(start.path)
             except CheckpointCorrupt as error:
@@ -193,11 +196,6 @@ class StartOptions:
                 continue
             _refuse_a_mixture(start, report, damaged)
             return replace(start, report=report, damaged=tuple(damaged))
-
-    def _load_before(self, checkpointer: Checkpointer, modules: Mapping[str, Any], path: Where) -> None:
-        if self.init_from is not None:
-            with Internals(checkpointer).shown(path) as files:
-                self.load_before(checkpointer, modules, path, files)
 
     def load_before(
         self, checkpointer: Checkpointer, modules: Mapping[str, Any], path: Where, files: SourceFiles | None
@@ -241,7 +239,10 @@ class StartOptions:
     def _decide(self, find: Callable[[Collection[Where]], Where | None], damaged: list[Where]) -> Start:
         own = find(damaged)
         if own is None and damaged:
-            raise CheckpointCorrupt(_all_damaged(damaged))
+            raise CheckpointCorrupt(
+                f"no checkpoint of this run can be loaded: {', '.join(map(str, damaged))} turned out to be damaged, "
+                f"and there is no other. What was loaded into is half filled. To start without them, say resume=never."
+            )
         if own is not None:
             if (local := next((state for state in self.local if state.path == own), None)) is not None:
                 return Start("resumed", own, local.step)
@@ -250,13 +251,6 @@ class StartOptions:
         if self.init_from is None:
             return Start("fresh")
         return Start("warm-started", self._source())
-
-
-def _all_damaged(damaged: list[Where]) -> str:
-    return (
-        f"no checkpoint of this run can be loaded: {', '.join(map(str, damaged))} turned out to be damaged, and there "
-        f"is no other. What was loaded into is half filled. To start without them, say resume=never."
-    )
 
 
 def _refuse_a_mixture(start: Start, report: LoadReport | None, damaged: list[Where]) -> None:

@@ -12,8 +12,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, StorageReader, StorageWriter
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
-from dcp_plugin.core.media import WORKSPACE
 from dcp_plugin.core.media.objects.client import client_of
+from dcp_plugin.core.media.places import WORKSPACE
 from dcp_plugin.core.paths import ObjectPath, Where
 from dcp_plugin.core.runs import figures
 

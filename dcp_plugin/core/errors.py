@@ -11,8 +11,8 @@ between ranks.
 Damaged bytes of a checkpoint make Python, numpy or torch raise. :func:`damage_in` alone turns these exceptions into
 exceptions of this package.
 
-The end of the module has helpers for messages: sizes, lists cut to a readable length, and suggestions for misspelled
-names.
+The end of the module has helpers for messages: sizes, lists cut to a readable length, suggestions for misspelled
+names, and reports as HTML.
 """
 
 from __future__ import annotations
@@ -278,6 +278,11 @@ def some(items: Sequence[object], limit: int = 8, separator: str = ", ") -> str:
     return separator.join(one_line(str(item)) for item in items[:limit]) + more
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; the name of its class if the message is empty."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def first(lines: list[str]) -> list[str]:
     """Return the first lines for an error, and a line with the number of further lines."""
     more = len(lines) - _MAX_LINES
@@ -297,3 +302,15 @@ def nearest(key: str, stored: Iterable[str]) -> str:
     """Return a hint with the stored key that a missing key may misspell; empty if no key is similar."""
     near = difflib.get_close_matches(key, list(islice(stored, MAX_CANDIDATES)), n=1, cutoff=0.8)
     return f" (did you mean {near[0]}?)" if near else ""
+
+
+def as_html(report: Any) -> str:
+    """Return a report for a notebook: its line, and a table with a row for each field. Long lists are cut."""
+    from html import escape  # only notebooks need it
+
+    rows = ""
+    for name, value in vars(report).items():
+        items = [f"{key}: {item}" for key, item in value.items()] if isinstance(value, dict) else value
+        text = some(items, 10) if isinstance(items, (list, tuple)) else one_line(str(items))
+        rows += f"<tr><th>{name}</th><td>{escape(text)}</td></tr>"
+    return f"<p>{escape(one_line(str(report)))}</p><table>{rows}</table>"

@@ -173,10 +173,6 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _are_keys(value: object) -> bool:
-    return isinstance(value, tuple) and all(isinstance(key, str) for key in value)
-
-
 def _one_of(*choices: object) -> tuple[str, Callable[[Any], bool]]:
     return f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}, got {{!r}}", choices.__contains__
 
@@ -192,7 +188,10 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda value: value is None or isinstance(value, (Mapping, StoreOptions)),
     ),
     "str | None": ("a path or None", lambda value: value is None or isinstance(value, (str, os.PathLike))),
-    "tuple[str, ...]": ("a sequence of keys", _are_keys),
+    "tuple[str, ...]": (
+        "a sequence of keys",
+        lambda value: isinstance(value, tuple) and all(isinstance(key, str) for key in value),
+    ),
     "int | Retention | None": (
         "a whole number, a Retention or None",
         lambda value: value is None or _is_int(value) or hasattr(value, "select"),

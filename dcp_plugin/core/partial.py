@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
@@ -151,7 +151,7 @@ class PartialLoad:
         return replace(self, include=(f"{glob.escape(prefix)}*",), rename={prefix: self.of.source})
 
     def selects(self, key: str) -> bool:
-        return _matches(key, self.include) and not _matches(key, self.exclude)
+        return matches(key, self.include) and not matches(key, self.exclude)
 
     def idle(self, keys: Iterable[str]) -> list[str]:
         """Return the globs that match none of these keys. The result never has ``*``, even if ``keys`` is empty."""
@@ -160,7 +160,8 @@ class PartialLoad:
         return [glob for glob in globs if not any(fnmatchcase(key, glob) for key in keys)]
 
 
-def _matches(key: str, globs: tuple[str, ...]) -> bool:
+def matches(key: str, globs: Sequence[str]) -> bool:
+    """Return whether a key matches one of the globs."""
     return any(fnmatchcase(key, glob) for glob in globs)
 
 

@@ -37,21 +37,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dcp_plugin.core.errors import size, some
+from dcp_plugin.core.errors import as_html, size, some
 from dcp_plugin.core.format.columns import Places
 from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.summary import Summary
-from dcp_plugin.core.media import Readable
+from dcp_plugin.core.media.medium import Readable
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.ranks.calls import Call
-from dcp_plugin.core.types import Flat, KeyPath, Shape, ShardedValue, Wanted, as_html, public_class
+from dcp_plugin.core.types import Flat, KeyPath, Shape, ShardedValue, Wanted, public_class
 
 if TYPE_CHECKING:
     import torch
 
     from dcp_plugin.core.format.metadata import Aliases, Views
     from dcp_plugin.core.format.values import WholeItem
-    from dcp_plugin.core.planning.save import RankPlan
+    from dcp_plugin.core.planning.global_plan import GlobalPlan, Share
+    from dcp_plugin.core.planning.local_inventory import LocalInventory
+    from dcp_plugin.core.planning.replicas import LocalReplicas
 
 Box = tuple[Shape, Shape]
 """Begin and end of a part of a tensor, in each dimension; ``((), ())`` for no part at all."""
@@ -162,6 +164,22 @@ class NewItem(NamedTuple):
     offsets: Shape = ()
     """Offsets of the box in the tensor."""
     sizes: Shape = ()
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank's view of a plan; ``global_plan`` is None except on rank 0."""
+
+    digest: bytes
+    inventory: LocalInventory
+    share: Share
+    global_plan: GlobalPlan | None
+
+    @functools.cached_property
+    def replicas(self) -> LocalReplicas:
+        from dcp_plugin.core.planning.replicas import LocalReplicas  # a process alone has none
+
+        return LocalReplicas(self.inventory, self.share.replica, self.share.weight)
 
 
 @dataclass(frozen=True)

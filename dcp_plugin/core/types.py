@@ -160,20 +160,6 @@ class Wanted:
     """The meaning of missing and unexpected keys, for a warning, if they are no error."""
 
 
-def as_html(report: Any) -> str:
-    """Return a report for a notebook: its line, and a table with a row for each field. Long lists are cut."""
-    from html import escape
-
-    from dcp_plugin.core.errors import one_line, some
-
-    rows = ""
-    for name, value in vars(report).items():
-        items = [f"{key}: {item}" for key, item in value.items()] if isinstance(value, dict) else value
-        text = some(items, 10) if isinstance(items, (list, tuple)) else one_line(str(items))
-        rows += f"<tr><th>{name}</th><td>{escape(text)}</td></tr>"
-    return f"<p>{escape(one_line(str(report)))}</p><table>{rows}</table>"
-
-
 @public_class("dcp_plugin.tools")
 @dataclass(frozen=True)
 class CheckpointState:

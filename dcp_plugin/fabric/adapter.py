@@ -12,13 +12,12 @@ of its ``with`` block. A program that ends without either waits until the save i
 from __future__ import annotations
 
 import functools
-import weakref
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
-from dcp_plugin.checkpointer import Checkpointer, Internals
+from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.core.config import CheckpointConfig
 from dcp_plugin.core.errors import CheckpointError
 from dcp_plugin.core.partial import PartialLoad
@@ -26,11 +25,11 @@ from dcp_plugin.core.paths import PathLike, Where, local_path
 from dcp_plugin.core.runs.foreign import OTHERS
 from dcp_plugin.core.types import public_class
 from dcp_plugin.fabric._fabric import plugin_of, unwrapped
-from dcp_plugin.fabric.state import Filter, kind_of, load, named_state, names_of
+from dcp_plugin.fabric.state import FabricStrategy, Filter, kind_of, load, named_state, names_of
 from dcp_plugin.integration import BaseAttachment
 from dcp_plugin.integration import lightning_packages as packages
 from dcp_plugin.integration.extra_files import is_regular_file
-from dcp_plugin.integration.lightning_packages import SUPPORTED, StrategyAdapter, override
+from dcp_plugin.integration.lightning_packages import SUPPORTED, override
 from dcp_plugin.start import Start, StartOptions, modules_of
 
 
@@ -191,25 +190,8 @@ def refuse_init_from(strategy: Any) -> None:
         )
 
 
-class FabricAdapter(StrategyAdapter):
+class FabricAdapter(FabricStrategy):
     """Saving and loading for one strategy of a Fabric."""
-
-    @property
-    def attachment(self) -> Attachment:
-        return self.strategy.dcp  # type: ignore[no-any-return]
-
-    @property
-    def internals(self) -> Internals:
-        return self.attachment.internals
-
-    @property
-    def rank(self) -> int:
-        return getattr(self.strategy, "global_rank", 0)
-
-    @functools.cached_property
-    def modules(self) -> weakref.WeakValueDictionary[str, nn.Module]:
-        """Modules of ``setup``, in order; an optimizer that is loaded alone trains one of these modules."""
-        return weakref.WeakValueDictionary()
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:

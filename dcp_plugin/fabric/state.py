@@ -28,8 +28,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import cached_property, partial
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
@@ -57,8 +58,9 @@ from dcp_plugin.core.state import (
     trained_module,
 )
 from dcp_plugin.core.tensors._torch import DTensor, ShardedTensor, is_tensor
+from dcp_plugin.integration import Saver
 from dcp_plugin.integration.extra_files import META, is_of_stock_lightning, load_torch_file
-from dcp_plugin.integration.lightning_packages import data_rank, made_by
+from dcp_plugin.integration.lightning_packages import StrategyAdapter, data_rank, made_by
 from dcp_plugin.integration.rank_streams import SavedStreams, of_rank
 from dcp_plugin.integration.stored import (
     EXTRA,
@@ -76,9 +78,6 @@ from dcp_plugin.integration.stored import (
 )
 from dcp_plugin.tools.contents import info_of
 
-if TYPE_CHECKING:
-    from dcp_plugin.fabric.adapter import FabricAdapter
-
 logger = logging.getLogger("dcp_plugin")
 
 NAMES, _STREAMS = "fabric_names", f"{EXTRA}.{RNG}"
@@ -86,6 +85,27 @@ OPTIMIZER_KEYS = {"state", GROUPS, *BESIDE}
 STARTS_AGAIN = "the dataloader starts with its first batch, so samples of the epoch under way come again"
 
 Filter = Callable[[str, Any], bool]
+
+
+class FabricStrategy(StrategyAdapter):
+    """Promoted strategy of a Fabric: its attachment, its rank and the modules of ``setup``."""
+
+    @property
+    def attachment(self) -> Saver:
+        return self.strategy.dcp  # type: ignore[no-any-return]
+
+    @property
+    def internals(self) -> Internals:
+        return self.attachment.internals
+
+    @property
+    def rank(self) -> int:
+        return getattr(self.strategy, "global_rank", 0)
+
+    @cached_property
+    def modules(self) -> WeakValueDictionary[str, nn.Module]:
+        """Modules of ``setup``, in order; an optimizer that is loaded alone trains one of these modules."""
+        return WeakValueDictionary()
 
 
 def of_kind(kind: type, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,7 +133,7 @@ def names_of(kinds: Mapping[Any, str]) -> dict[Any, str]:
 
 
 def named_state(
-    adapter: FabricAdapter, state: Mapping[str, Any], names: Mapping[Any, str], filters: Mapping[str, Filter]
+    adapter: FabricStrategy, state: Mapping[str, Any], names: Mapping[Any, str], filters: Mapping[str, Filter]
 ) -> dict[str, Any]:
     """Return the state under the names of the table above.
 
@@ -154,7 +174,7 @@ def _stored_name(user: Any) -> str:
     return name if isinstance(user, str) and user not in (RNG, NAMES) else f"%{name}"
 
 
-def trained_modules(adapter: FabricAdapter, state: Mapping[str, Any], loose: bool = True) -> dict[str, nn.Module]:
+def trained_modules(adapter: FabricStrategy, state: Mapping[str, Any], loose: bool = True) -> dict[str, nn.Module]:
     """Return the module that each optimizer of the state trains: a module of the state, else of ``setup``. It is a
     joint module if an optimizer trains several modules, or parameters of no module
     (:mod:`dcp_plugin.core.state.names`).
@@ -171,7 +191,7 @@ def trained_modules(adapter: FabricAdapter, state: Mapping[str, Any], loose: boo
 
 
 def _trained(
-    adapter: FabricAdapter, name: str, optimizer: Optimizer, state: Mapping[str, Any], loose: bool
+    adapter: FabricStrategy, name: str, optimizer: Optimizer, state: Mapping[str, Any], loose: bool
 ) -> nn.Module:
     modules = of_kind(nn.Module, state)
     named = dict(zip(numbered(MODEL, len(modules)), modules.values(), strict=True))
@@ -199,7 +219,7 @@ def _filtered(value: Any, trained: nn.Module | None, wanted: Filter) -> Callback
     return Callbacks(of_optimizer)
 
 
-def _extra(adapter: FabricAdapter, value: Any, wanted: Filter | None) -> Any:
+def _extra(adapter: FabricStrategy, value: Any, wanted: Filter | None) -> Any:
     if has_position(value):
         return {str(data_rank(adapter.strategy)[0]): Callbacks(partial(position_of, value))}
     if wanted is not None and isinstance(value, Stateful):
@@ -339,7 +359,7 @@ class Contents:
 
 
 def load(
-    adapter: FabricAdapter,
+    adapter: FabricStrategy,
     path: Where,
     files: SourceFiles | None,
     state: Any,
@@ -436,7 +456,7 @@ def _places(state: dict[str, Any], contents: Contents, strict: bool) -> dict[str
     return places
 
 
-def _target(adapter: FabricAdapter, name: str, value: Any, place: str, contents: Contents) -> dict[str, Any]:
+def _target(adapter: FabricStrategy, name: str, value: Any, place: str, contents: Contents) -> dict[str, Any]:
     """Return the targets of the core for an item of the state, by key."""
     if not has_position(value):
         # A state dict of an optimizer, which the state had in place of the optimizer, has numbers for parameters.
@@ -455,7 +475,7 @@ def _target(adapter: FabricAdapter, name: str, value: Any, place: str, contents:
     return {}
 
 
-def _warn(adapter: FabricAdapter, contents: Contents, message: str) -> None:
+def _warn(adapter: FabricStrategy, contents: Contents, message: str) -> None:
     """Log a warning about a checkpoint, on rank 0."""
     if adapter.rank == 0:
         logger.warning("%s: %s", contents.path, message)
@@ -469,7 +489,7 @@ def _is_replaced(value: Any) -> bool:
     return not isinstance(value, (nn.Module, Optimizer, Stateful, PerRank, DTensor, ShardedTensor))
 
 
-def _remainder(adapter: FabricAdapter, contents: Contents, taken: Collection[str]) -> dict[str, str]:
+def _remainder(adapter: FabricStrategy, contents: Contents, taken: Collection[str]) -> dict[str, str]:
     """Return the keys of the remaining values in the checkpoint, by the names that the user gets."""
     sharded = contents.sharded if adapter.keeps_shards else ()
     return {
@@ -477,7 +497,7 @@ def _remainder(adapter: FabricAdapter, contents: Contents, taken: Collection[str
     }
 
 
-def _streams(adapter: FabricAdapter, contents: Contents) -> dict[str, Any]:
+def _streams(adapter: FabricStrategy, contents: Contents) -> dict[str, Any]:
     """Return the target of the random streams that this rank continues, by key."""
     saved_on = frozenset(contents.ranks.get(_STREAMS, set()))
     streams = SavedStreams(saved_on, adapter.rank, adapter.attachment.world_size, adapter.strategy.root_device)
@@ -487,7 +507,7 @@ def _streams(adapter: FabricAdapter, contents: Contents) -> dict[str, Any]:
 
 
 def _load_made_by_fabric(
-    adapter: FabricAdapter, path: Where, state: dict[str, Any], strict: bool, weights_only: bool | None
+    adapter: FabricStrategy, path: Where, state: dict[str, Any], strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
     """Load a sharded checkpoint of stock Fabric: tensors under the user's names, and a file with all other values."""
     live = {**of_kind(nn.Module, state), **of_kind(Optimizer, state)}
@@ -507,7 +527,7 @@ def _load_made_by_fabric(
     return metadata
 
 
-def _load_raw(adapter: FabricAdapter, contents: Contents, value: nn.Module | Optimizer, strict: bool) -> None:
+def _load_raw(adapter: FabricStrategy, contents: Contents, value: nn.Module | Optimizer, strict: bool) -> None:
     """Load a module or an optimizer from a checkpoint with a single object of this kind."""
     path, kind, names = contents.path, "optimizer", contents.optimizers
     if isinstance(value, nn.Module):

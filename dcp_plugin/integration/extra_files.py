@@ -21,9 +21,11 @@ from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointError, Checkpoin
 from dcp_plugin.core.format import DAMAGED, DATA_SUFFIX, METADATA, PACKED, exists, has_traces, is_own, read
 from dcp_plugin.core.format.foreign.detect import META as META
 from dcp_plugin.core.format.packed import token_in
-from dcp_plugin.core.media import Readable, files_below, locate, medium_of, snapshot, unpacked
-from dcp_plugin.core.media import uncommitted_reason as uncommitted_reason
+from dcp_plugin.core.media.choice import locate, medium_of
+from dcp_plugin.core.media.choice import uncommitted_reason as uncommitted_reason
+from dcp_plugin.core.media.medium import Readable
 from dcp_plugin.core.media.packed_view import PackedFiles
+from dcp_plugin.core.media.places import files_below, snapshot, unpacked
 from dcp_plugin.core.paths import Where, on_file_system
 from dcp_plugin.core.sources import SourceFiles
 from dcp_plugin.core.storage.open import open_files
@@ -225,7 +227,7 @@ def _fetched(files: Readable, names: Iterable[str], wanted: Callable[[str], bool
 
 def _names(files: Readable, path: Where) -> set[str]:
     """Return the names of all files of a checkpoint at its path."""
-    medium = snapshot(path)
+    medium = snapshot(medium_of(path), path)
     folders = [path, path / f"{PACKED}{files.token}"] if isinstance(files, PackedFiles) else [path]
     return {name for folder in folders for name, _ in files_below(medium, folder)}
 

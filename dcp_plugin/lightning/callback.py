@@ -54,6 +54,8 @@ def dcp_callback_class(package: Package) -> type[Any]:
         def __init__(self, log_metrics: bool = True) -> None:
             super().__init__()
             self.log_metrics = log_metrics
+            self.writing_hooks: set[str] = set()
+            """Hooks of the module and of other callbacks that may write weights, with ``staging="lazy"``."""
 
         def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
             if plugin_of(trainer) is None:
@@ -116,10 +118,10 @@ def _report_saves(trainer: Trainer, log_metrics: bool) -> None:
 
 def _watch_hooks(trainer: Trainer, dcp_callback: Any) -> None:
     io = io_of(trainer)
-    io.others = None
+    io.hooks_after_saves, dcp_callback.writing_hooks = None, set()
     if io.config.staging == "lazy":
         _lightning.put_first(trainer, dcp_callback)
-        io.others = OthersHooks(trainer, dcp_callback)
+        io.hooks_after_saves, dcp_callback.writing_hooks = _writing_hooks(trainer, dcp_callback)
 
 
 def _refuse_mixture(trainer: Trainer, dcp_callback: Any) -> None:
@@ -175,45 +177,32 @@ def between_steps(package: Package) -> list[str]:
     return [name for name in dir(package.pytorch.Callback) if name.startswith("on_") and name not in outside_steps]
 
 
-class OthersHooks:
-    """Hooks in which a trainer's module and callbacks may write weights: all except harmless hooks of Lightning's own.
+def _writing_hooks(trainer: Any, dcp_callback: Any) -> tuple[set[str], set[str]]:
+    """Return the hooks in which code that comes after a ``ModelCheckpoint`` may write weights, and all hooks that may
+    write weights. Harmless hooks of Lightning's own are left out.
 
     Args:
         dcp_callback: The callback that Lightning calls first in every hook.
     """
-
-    def __init__(self, trainer: Any, dcp_callback: Any) -> None:
-        package, module = package_behind(trainer), trainer.lightning_module
-        callbacks = [other for other in trainer.callbacks if other is not dcp_callback]
-        names = between_steps(package)
-        after = {name for name in names if is_overridden(name, module, package.pytorch.LightningModule)}
-        savers = [other for other in callbacks if has_base(type(other), "Checkpoint")]
-        self._after_a_save = after | {name for name in names if any(_has_own(other, name) for other in savers)}
-        self.names = after | {name for name in names if any(_has_own(other, name) for other in callbacks)}
-        """Names of the hooks that may write weights."""
-        if waits := sorted(self._after_a_save.intersection(WHERE_IT_SAVES)):
-            rank_zero_info(
-                f"staging='lazy': a save in {' or '.join(waits)} returns when the state is copied, since code of "
-                f"{type(module).__name__}, or of a callback that saves, comes after it and may write weights."
-            )
-
-    def may_write_after_save_in(self, name: str) -> bool:
-        """Return whether code after a save may write weights before the next hook.
-
-        After a ``ModelCheckpoint``, the last of the callbacks, only the hooks of the module and of similar callbacks
-        remain. Any other caller of a save may write weights as soon as the save returns.
-
-        Args:
-            name: The hook in which a ``ModelCheckpoint`` or similar callback saves; empty for any other caller.
-        """
-        return not name or name in self._after_a_save
+    package, module = package_behind(trainer), trainer.lightning_module
+    callbacks = [other for other in trainer.callbacks if other is not dcp_callback]
+    names = between_steps(package)
+    of_module = {name for name in names if is_overridden(name, module, package.pytorch.LightningModule)}
+    savers = [other for other in callbacks if has_base(type(other), "Checkpoint")]
+    after_a_save = of_module | {name for name in names if any(_has_own(other, name) for other in savers)}
+    if waits := sorted(after_a_save.intersection(WHERE_IT_SAVES)):
+        rank_zero_info(
+            f"staging='lazy': a save in {' or '.join(waits)} returns when the state is copied, since code of "
+            f"{type(module).__name__}, or of a callback that saves, comes after it and may write weights."
+        )
+    of_callbacks = {name for name in names if any(_has_own(other, name) for other in callbacks)}
+    return after_a_save, of_module | of_callbacks
 
 
 def _before_others(self: Any, name: str, trainer: Any, *args: Any, **kwargs: Any) -> None:
     """Implement a hook of the callback that Lightning calls first: wait for the lazy copy if another hook of this name
     may write weights."""
-    other_hooks = io_of(trainer).others
-    if other_hooks is not None and name in other_hooks.names:
+    if name in self.writing_hooks:
         wait_until_copied()
 
 

@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -50,9 +50,6 @@ from dcp_plugin.lightning import layout
 from dcp_plugin.lightning.layout import Checkpoint, ForStock
 from dcp_plugin.lightning.live_load import open_directories, read_full
 from dcp_plugin.start import Start, StartOptions
-
-if TYPE_CHECKING:
-    from dcp_plugin.lightning.callback import OthersHooks
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -246,8 +243,9 @@ class DCPCheckpointIO(Saver):
         self.post_commit = PostCommit()
         self.on_saved: Callable[[dict[str, float]], None] | None = None
         """Function that logs the figures of a published save; the callback sets it on rank 0."""
-        self.others: OthersHooks | None = None
-        """Hooks that may write weights between two steps; the callback sets them with ``staging="lazy"``."""
+        self.hooks_after_saves: set[str] | None = None
+        """Hooks in which code that comes after a ``ModelCheckpoint`` may write weights; the callback sets them with
+        ``staging="lazy"``."""
         self._held_back: list[Any] = []
         self._asked: int | None = None
         self.serves_strategy = False
@@ -256,6 +254,8 @@ class DCPCheckpointIO(Saver):
         """Name of the hook in which a ``ModelCheckpoint`` or similar callback is saving."""
         self.monitor: str | None = None
         """Metric by which the saving callback keeps the best checkpoints. It may need any of its checkpoints later."""
+        self.all_came: bool | None = None
+        """True if all ranks have met to save after an exception; None if they have not tried."""
         in_existence.add(self)
 
     def __repr__(self) -> str:
@@ -297,7 +297,10 @@ class DCPCheckpointIO(Saver):
         )
         self.post_commit.follow(handle)
         self.post_commit.run_in_training(self._report)
-        if self.others is None or self.others.may_write_after_save_in(self.saving_hook):
+        # After a ModelCheckpoint, the last of the callbacks, only hooks of the module and of similar callbacks remain.
+        # Any other caller of a save may write weights as soon as the save returns.
+        writers = self.hooks_after_saves
+        if not self.saving_hook or writers is None or self.saving_hook in writers:
             handle.wait_staged()
         return handle
 

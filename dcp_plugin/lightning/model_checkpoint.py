@@ -24,6 +24,7 @@ import json
 import os
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -48,11 +49,12 @@ WHERE_IT_SAVES = ("on_train_batch_end", "on_train_epoch_end", "on_validation_end
 """The hooks in which a ``ModelCheckpoint`` saves."""
 TIMED = "last-timed.ckpt"
 """Name of the checkpoints of ``save_interval``."""
+_PATIENCE_WITH_AN_EXCEPTION = 60.0
+"""Seconds that a rank waits for the others if a callback is to save after an exception. Ranks may differ by a step or
+two, which take less time. The timeout of a process group, after which the rank's exception is lost, is much longer."""
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-
-    from dcp_plugin.lightning.strategy import LightningAdapter
 
 
 def promote_callbacks(trainer: Any) -> None:
@@ -87,12 +89,12 @@ def _promoted(base: type[Any]) -> type[Any]:
 
         def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
             """Save if all ranks take part. A failure becomes a note on the exception that ended the training."""
-            adapter = _adapter_of(trainer)
-            if adapter is None or not _may_save_on_exception(self, base):
+            io = _io_of(trainer)
+            if io is None or not _may_save_on_exception(self, base):
                 super().on_exception(trainer, pl_module, exception)
                 return
             try:
-                if adapter.all_ranks_come_to_save():
+                if _all_ranks_come_to_save(trainer, io):
                     super().on_exception(trainer, pl_module, exception)
             except Exception as failure:
                 exception.add_note(f"Besides, no checkpoint could be saved of it: {failure}")
@@ -105,7 +107,7 @@ def _promoted(base: type[Any]) -> type[Any]:
     class DCPModelCheckpoint(DCPCheckpoint):
         def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
             """Set up the callback, even with ``save_last="link"`` in an object store, which Lightning refuses."""
-            if _adapter_of(trainer) is None:
+            if _io_of(trainer) is None:
                 super().setup(trainer, pl_module, stage)
                 return
             callback: Any = self
@@ -118,11 +120,11 @@ def _promoted(base: type[Any]) -> type[Any]:
             _lightning.forget_listings(self)
 
         def file_exists(self, filepath: PathLike, trainer: Trainer) -> bool:
-            adapter = _adapter_of(trainer)
-            in_a_store = adapter is not None and on_file_system(text_of(filepath)) is None
+            io = _io_of(trainer)
+            in_a_store = io is not None and on_file_system(text_of(filepath)) is None
             if not in_a_store and super().file_exists(filepath, trainer):
                 return True
-            return adapter is not None and _is_taken_on_all_ranks(trainer, adapter.io, adapter.io.where(filepath))
+            return io is not None and _is_taken_on_all_ranks(trainer, io, io.where(filepath))
 
     for name in WHERE_IT_SAVES:
         setattr(DCPCheckpoint, name, _saving_in(name, getattr(base, name)))
@@ -140,26 +142,25 @@ def _saving_in(hook: str, original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def saving(self: Any, trainer: Any, *args: Any) -> None:
-        adapter = _adapter_of(trainer)
-        if adapter is None:
+        io = _io_of(trainer)
+        if io is None:
             original(self, trainer, *args)
             return
-        io = adapter.io
         io.saving_hook, io.monitor = hook, getattr(self, "monitor", None)
         try:
             original(self, trainer, *args)
             if hook == "on_train_batch_end" and hasattr(self, "dirpath"):
-                _save_when_due(self, trainer, adapter)
+                _save_when_due(self, trainer, io)
         finally:
             io.saving_hook, io.monitor = "", None
 
     return saving
 
 
-def _save_when_due(callback: Any, trainer: Any, adapter: LightningAdapter) -> None:
+def _save_when_due(callback: Any, trainer: Any, io: DCPCheckpointIO) -> None:
     """Save if a save is due, in the hook of the last callback that saves. All other callbacks have run before it, so
     their saved state is that after the batch."""
-    if callback is with_directory(trainer)[-1] and adapter.io.is_due(trainer.global_step):
+    if callback is with_directory(trainer)[-1] and io.is_due(trainer.global_step):
         trainer.save_checkpoint(f"{callback.dirpath}/{TIMED}")
 
 
@@ -177,20 +178,41 @@ def _may_save_on_exception(callback: Any, base: type[Any]) -> bool:
     return home_of(owner) is None or (owner.__name__ != "Callback" and getattr(callback, "save_on_exception", True))
 
 
-def _adapter_of(trainer: Any) -> LightningAdapter | None:
-    """Return the strategy's adapter; None without the plugin: another trainer may have promoted the callback."""
-    return getattr(trainer.strategy, "dcp_adapter", None)
+def _all_ranks_come_to_save(trainer: Any, io: DCPCheckpointIO) -> bool:
+    """Return whether all ranks had an exception at the same step, so that they can save together.
+
+    Ranks meet once; later calls return the same result.
+    """
+    if io.all_came is None:
+        io.wait()
+        # Ranks that stopped at different steps would save a checkpoint of mixed steps.
+        step = trainer.global_step
+        purpose = f"save what an exception left at step {step}"
+        io.all_came = io.internals.all_ranks_come_to(purpose, _PATIENCE_WITH_AN_EXCEPTION)
+        if not io.all_came and step > 0:  # nothing is lost before the first step
+            warnings.warn(
+                f"Rank {trainer.strategy.global_rank} saves no checkpoint of its exception: all ranks would have to "
+                "take part, and it is not known that all of them had one at the same step.",
+                stacklevel=2,
+            )
+    return io.all_came
+
+
+def _io_of(trainer: Any) -> DCPCheckpointIO | None:
+    """Return the plugin of a promoted strategy; None without: another trainer may have promoted the callback."""
+    adapter = getattr(trainer.strategy, "dcp_adapter", None)
+    return None if adapter is None else adapter.io
 
 
 def _link(trainer: Any, target: PathLike, link: PathLike, original: Any) -> None:
     """Link to ``target`` when it is published; until then the old link stays."""
-    adapter = _adapter_of(trainer)
-    if adapter is None:
+    io = _io_of(trainer)
+    if io is None:
         original(trainer, target, link)
         return
-    checkpoint, name = adapter.io.where(target), adapter.io.where(link)
+    checkpoint, name = io.where(target), io.where(link)
     if trainer.is_global_zero and checkpoint != name:
-        adapter.io.post_commit.change(functools.partial(deletion.link, name, checkpoint))
+        io.post_commit.change(functools.partial(deletion.link, name, checkpoint))
     trainer.strategy.barrier("link to a checkpoint")
 
 

@@ -8,7 +8,6 @@ their strategies themselves (``DCPFSDPStrategy``, for Hydra) are made in the sam
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.overrides import is_overridden
@@ -46,10 +45,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import Strategy
 
-_PATIENCE_WITH_AN_EXCEPTION = 60.0
-"""Seconds that a rank waits for the others if a callback is to save after an exception. Ranks may differ by a step or
-two, which take less time. The timeout of a process group, after which the rank's exception is lost, is much longer."""
-
 _UNREAD: dict[str, Any] = {}
 """Placeholder for the state of an optimizer that does not exist yet, if no hook looks at the state."""
 
@@ -63,7 +58,6 @@ class LightningAdapter(StrategyAdapter):
         """The checkpoint that is being restored, until its optimizer state is loaded."""
         self._resume: Resume | None = None
         """The state to restore when the training starts."""
-        self._all_came: bool | None = None
         self._set_up = False
         self._names = OwnNames()
         """The names in ``state_dict()`` of the module, in the checkpoint that is being made."""
@@ -106,32 +100,13 @@ class LightningAdapter(StrategyAdapter):
         promote_callbacks(trainer)
         if self.fitting:
             normalise_dirpaths(trainer)
-        self._all_came = None
+        self.io.all_came = None
         self.stock.setup(trainer)
         self._set_up = True
         self._groups_made = [len(optimizer.param_groups) for optimizer in self.strategy.optimizers]
         if self.fitting and trainer.checkpoint_callbacks and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             preflight = functools.partial(resume.preflight, trainer, self.io.config.allow_pickle)
             ranks.agree("see whether checkpoints could be saved", preflight)
-
-    def all_ranks_come_to_save(self) -> bool:
-        """Return whether all ranks had an exception at the same step, so that they can save together.
-
-        Ranks meet once; later calls return the same result.
-        """
-        if self._all_came is None:
-            self.io.wait()
-            # Ranks that stopped at different steps would save a checkpoint of mixed steps.
-            step = self.trainer.global_step
-            purpose = f"save what an exception left at step {step}"
-            self._all_came = self.internals.all_ranks_come_to(purpose, _PATIENCE_WITH_AN_EXCEPTION)
-            if not self._all_came and step > 0:  # nothing is lost before the first step
-                warnings.warn(
-                    f"Rank {self.strategy.global_rank} saves no checkpoint of its exception: all ranks would have to "
-                    "take part, and it is not known that all of them had one at the same step.",
-                    stacklevel=2,
-                )
-        return self._all_came
 
     # Save: Lightning asks for the parts, lets hooks change them, and hands the full checkpoint back on every rank.
 

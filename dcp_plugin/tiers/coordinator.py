@@ -31,7 +31,7 @@ from dcp_plugin.core.format import INDEX, index_file
 from dcp_plugin.core.format.columns import Places
 from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.summary import fingerprint
-from dcp_plugin.core.media import medium_of
+from dcp_plugin.core.media.choice import medium_of
 from dcp_plugin.core.paths import Where, resolved
 from dcp_plugin.core.ranks.collectives import Attempt
 from dcp_plugin.core.runs import deletion, figures
@@ -44,7 +44,7 @@ from dcp_plugin.tiers.node import Node
 from dcp_plugin.tiers.plain import sendable
 from dcp_plugin.tiers.wire import KeeperLost, connect
 
-logger = logging.getLogger("dcp_plugin.tiers")
+logger = logging.getLogger("dcp_plugin")
 
 _AT_ONCE = 64
 """Nodes that are asked at the same time."""

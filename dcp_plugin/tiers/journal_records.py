@@ -20,8 +20,8 @@ from dcp_plugin.core.options import IO, Keeper
 from dcp_plugin.core.paths import Where, with_options
 from dcp_plugin.core.planning.global_plan import Share
 from dcp_plugin.core.planning.local_inventory import Description, LocalInventory
-from dcp_plugin.core.planning.save import RankPlan
-from dcp_plugin.core.records import NewItem, Spent, WrittenPart
+from dcp_plugin.core.planning.save import items_to_write
+from dcp_plugin.core.records import NewItem, RankPlan, Spent, WrittenPart
 from dcp_plugin.core.retention import Retention
 from dcp_plugin.core.storage.part_writer import Facts
 from dcp_plugin.core.storage.stock.stock_save import items_of
@@ -68,7 +68,7 @@ class Items:
 
     @classmethod
     def of(cls, plan: RankPlan, state: Flat, spool: Spool) -> Items:
-        names, items = [slab.name for slab in spool.slabs], plan.items(state)
+        names, items = [slab.name for slab in spool.slabs], items_to_write(plan, state)
         slab, offset = np.full(len(items), -1, np.int32), np.zeros(len(items), np.int64)
         others: dict[int, Any] = {}
         whole = [number for number, item in enumerate(items) if isinstance(item.data, WholeItem)]

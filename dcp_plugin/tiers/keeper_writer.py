@@ -11,7 +11,6 @@ save, but not by the next save: ranks learn of it at different times, and the tr
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import tempfile
 import threading
@@ -19,7 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,18 +26,21 @@ from dcp_plugin.core import events
 from dcp_plugin.core.config import CheckpointConfig, has_local_tier
 from dcp_plugin.core.errors import CheckpointError, NoSharedMemory, SaveFailed
 from dcp_plugin.core.interrupts import collector_paused
-from dcp_plugin.core.media import add_files, medium_of
+from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media.places import add_files
 from dcp_plugin.core.paths import Where, options_of
 from dcp_plugin.core.planning.save import in_table_order
 from dcp_plugin.core.ranks.calls import together
-from dcp_plugin.core.ranks.collectives import Attempt, RankGroups, Ranks
+from dcp_plugin.core.ranks.collectives import Attempt, Ranks
+from dcp_plugin.core.ranks.groups import RankGroups, of_default_group
 from dcp_plugin.core.records import LiveState, SavePlan, SaveRequest, Spent, StagedState
 from dcp_plugin.core.runs import figures
-from dcp_plugin.core.saving.background import HostCopy
+from dcp_plugin.core.saving.background import begin_copy, finish_copy
 from dcp_plugin.core.saving.job import SavePipeline, raise_as_failed_save
-from dcp_plugin.core.saving.queue import RunningSave, SaveQueue
+from dcp_plugin.core.saving.queue import RunningSave, SaveQueue, let_training_go_first
 from dcp_plugin.core.saving.writers import Writer
 from dcp_plugin.core.staging.guard import take_off_hooks
+from dcp_plugin.core.staging.host_copy import HostCopy
 from dcp_plugin.core.staging.snapshot import HostPool
 from dcp_plugin.core.state.names import module_cache
 from dcp_plugin.core.storage.part_writer import Publication, recorded_time
@@ -62,8 +64,6 @@ class _HandedOver:
     token: str
     staged: StagedState
     planned: SavePlan
-    written: threading.Event = field(default_factory=threading.Event)
-    """Set when the keepers, or the ranks in their place, have written it, or it has failed."""
 
 
 class KeeperWriter:
@@ -80,50 +80,38 @@ class KeeperWriter:
         self._fallback = fallback
         self.saves: KeptSaves | None = None
 
-    @property
-    def is_attached(self) -> bool:
-        return self.saves is not None
-
     def submit(self, handle: RunningSave, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
         try:
-            self._submit(handle, request, live, ranks)
+            if self.saves is None:
+                self.saves = KeptSaves(self._config, handle.path.parent, ranks, self._pipeline, self._queue)
+            self.saves.submit(handle, request, live, ranks)
         except NoSharedMemory as error:
-            if self.saves is not None:
-                self.saves.wait_written()
-                self.saves.release_memory()
-            for earlier in self._queue.handles:  # which a keeper may yet bring to the same path
-                if earlier.path == handle.path:
-                    earlier.wait_done()
-            if keeper_options(self._config).durable_every is None:
-                raise
-            if ranks.rank == 0:
-                logger.warning("%s is saved without a keeper: %s", handle.path, error)
-            self._fallback.submit(handle, request, live, ranks)
+            self._submit_without_keeper(error, handle, request, live, ranks)
             return
         except Exception as error:
             raise_as_failed_save(error, handle.path)
         if not self._config.async_save:
             ranks.agree(f"save {handle.path}", handle.wait)
 
-    def _submit(self, handle: RunningSave, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
-        if self.saves is None:
-            self.saves = KeptSaves(self._config, handle.path.parent, ranks, self._pipeline, self._queue)
-        saves, attached = self.saves, None
-        saves.renew_group(ranks)
-        self._queue.closes_at = None
-        try:
-            if (files := request.files) is not None:
-                attached = ranks.agree(f"add files to {handle.path}", lambda: saves.add_files(files))
-            with collector_paused(), module_cache():
-                copy = HostCopy(self._pipeline, handle, ranks)
-                copy.begin(live, Attempt.of(saves.pool))  # a pool may fail on one rank alone
-                # All ranks go on in this thread, or all in another.
-                is_lazy = self._config.staging == "lazy"
-                later = is_lazy and ranks.combine(f"stage {handle.path}", copy.needs_finish, any)
-                saves.start(handle, request, copy, attached, ranks, later)
-        finally:  # it has another name by now if it was handed over, or will have
-            if attached is not None and handle not in self._queue.handles:
-                shutil.rmtree(attached, ignore_errors=True)
+    def _submit_without_keeper(
+        self, error: NoSharedMemory, handle: RunningSave, request: SaveRequest, live: LiveState, ranks: Ranks
+    ) -> None:
+        """Give a save to the fallback, because keepers could not take it. Collective.
+
+        Raises:
+            NoSharedMemory: The saves are for ``keeper.dir`` alone.
+        """
+        if self.saves is not None:
+            self._queue.wait_written()
+            self.saves.release_memory()
+        for earlier in self._queue.handles:  # which a keeper may yet bring to the same path
+            if earlier.path == handle.path:
+                earlier.wait_done()
+        if keeper_options(self._config).durable_every is None:
+            raise error
+        if ranks.rank == 0:
+            logger.warning("%s is saved without a keeper: %s", handle.path, error)
+        self._fallback.submit(handle, request, live, ranks)
 
     def idle_ranks(self) -> Ranks:
         """Wait until no save in flight talks to other ranks. Each rank learns at another time how a save ends, so the
@@ -137,21 +125,9 @@ class KeeperWriter:
     def free_modules(self) -> None:
         take_off_hooks()
 
-    def is_free(self) -> bool:
-        return self._fallback.is_free() if self.saves is None else self.saves.is_free()
-
     def holdings(self) -> list[str]:
         kept = [] if self.saves is None else [f"{self.saves.memory.nbytes:,} bytes of shared memory, and a keeper"]
         return self._fallback.holdings() + kept
-
-    def forget(self, path: Where) -> bool:
-        if self.saves is not None:
-            self.saves.client.forget(path_of(path))
-        return self.saves is not None
-
-    def bring_newest(self) -> None:
-        if self.saves is not None:
-            self.saves.bring_newest()
 
     def close(self) -> None:
         self._fallback.close()
@@ -183,51 +159,100 @@ class KeptSaves:
         pipeline.newest_time = max(pipeline.newest_time, self.client.training.newest)
         self.memory = HostPool(partial(self.client.spool.allocate, self.client.rank))
         """The host copy, in shared memory."""
-        self._written = threading.Event()
-        """Set while no save that is in :attr:`memory` has yet to be written."""
-        self._written.set()
-        self._process = os.getpid()
         self._has_warned_of_clock = False
         self._newest: tuple[str, RunningSave] | None = None
 
-    def renew_group(self, ranks: Ranks) -> None:
+    def _renew_group(self, ranks: Ranks) -> None:
         """Make the group in which the threads of saves meet, if the default group has changed. Collective.
 
-        A rank may come when it has waited for its keeper until the timeout, and another rank at once.
+        One rank may come at once, and another after it has waited for its keeper until the timeout. So the timeout of
+        the group is longer.
         """
         if ranks.size > 1 and (self.group.size == 1 or not self.group.usable):
-            self.group = Ranks.of_default_group(3 * self._config.timeout)
+            self.group = of_default_group(3 * self._config.timeout)
 
-    def is_free(self) -> bool:
-        """Return whether the next save need not wait for its host copy."""
-        return self._written.is_set()
-
-    def pool(self) -> HostPool:
+    def _pool(self) -> HostPool:
         """Return the host copy for the next save, after the earlier save is written.
 
         Raises:
             NoSharedMemory: The keeper is passed over.
         """
-        self.wait_written()
+        self._queue.wait_written()
         self.client.refuse_if_passed_over()
         if not all(self.client.spool.is_there(slab) for slab in self.memory.slabs):
             self.memory.free()
         return self.memory
 
-    def wait_written(self) -> None:
-        """Wait until the earlier save is written, so that it does not overtake the next one."""
-        self._written.wait()
-
     def release_memory(self) -> None:
         """Free the host copy."""
         self.memory.free()
-        self._release()
-
-    def _release(self) -> None:
         self.client.spool.release(self.memory.slabs)
 
-    def add_files(self, files: Callable[[Path], None]) -> Path | None:
-        """Return a directory of this rank with the caller's files for the next save; None if there are none."""
+    def submit(self, handle: RunningSave, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
+        """Copy the state, hand the copy over to the keepers, and follow the save in a thread. Collective.
+
+        Raises:
+            NoSharedMemory: On every rank: the keepers cannot take the save.
+            CheckpointError: On every rank: the save was not handed over.
+        """
+        self._renew_group(ranks)
+        self._queue.closes_at = None
+        # The training waits for this block. The thread is started at its end.
+        with self._files_of(handle, request, ranks) as attached, collector_paused(), module_cache():
+            copy = begin_copy(self._pipeline, handle, live, Attempt.of(self._pool), ranks)
+            is_lazy = self._config.staging == "lazy"
+            if is_lazy and ranks.combine(f"stage {handle.path}", lambda: not copy.get().copied_at_once, any):
+                # A rank copies the rest in its thread. So all ranks hand over in their threads: that is collective.
+                self._start_handover(handle, self._timed(request), copy, attached, ranks)
+                return
+            staged = finish_copy(self._pipeline, handle, copy, ranks)
+            with self._followed_or_freed():
+                save = self._hand_over(request, staged, attached, ranks)
+                timed = self._timed(request)
+                self._queue.start(
+                    handle,
+                    request.call,
+                    lambda: self._follow(save, handle, timed),
+                    in_keeper=True,
+                    on_start=lambda: self._enter(save, handle),
+                )
+
+    def _start_handover(
+        self,
+        handle: RunningSave,
+        request: SaveRequest,
+        copy: Attempt[HostCopy],
+        attached: Path | None,
+        ranks: Ranks,
+    ) -> None:
+        """Start a thread that finishes the copy, hands it over and follows the save."""
+
+        def in_thread() -> events.SaveFinished:
+            staged = finish_copy(self._pipeline, handle, copy, ranks)
+            try:
+                with self._followed_or_freed():
+                    save = self._hand_over(request, staged, attached, ranks)
+                    self._enter(save, handle)
+            except Exception as error:
+                self._pipeline.fail(error, request, ranks.rank)
+            return self._follow(save, handle, request)
+
+        self._queue.start(handle, request.call, in_thread, in_keeper=True)
+
+    @contextmanager
+    def _files_of(self, handle: RunningSave, request: SaveRequest, ranks: Ranks) -> Iterator[Path | None]:
+        """Yield a directory of this rank with the caller's files; None if there are none. Collective if the caller has
+        files."""
+        attached: Path | None = None
+        if (files := request.files) is not None:
+            attached = ranks.agree(f"add files to {handle.path}", lambda: self._add_files(files))
+        try:
+            yield attached
+        finally:  # the thread renames the directory when it hands the save over
+            if attached is not None and handle not in self._queue.handles:
+                shutil.rmtree(attached, ignore_errors=True)
+
+    def _add_files(self, files: Callable[[Path], None]) -> Path | None:
         try:
             directory = Path(tempfile.mkdtemp(prefix="files-", dir=self.client.spool.folder))
         except OSError as error:
@@ -238,59 +263,19 @@ class KeptSaves:
         directory.rmdir()
         return None
 
-    def start(
-        self,
-        handle: RunningSave,
-        request: SaveRequest,
-        copy: HostCopy,
-        attached: Path | None,
-        ranks: Ranks,
-        later: bool,
-    ) -> None:
-        """Hand a save over, and follow it in a thread. Collective.
-
-        Args:
-            later: True if the thread finishes the copy and hands over as well.
-
-        Raises:
-            CheckpointError: On every rank: the save was not handed over.
-        """
-
-        if not later:
-            staged = copy.finish()
-            with self._followed_or_freed():
-                save = self._hand_over(request, staged, attached, ranks)
-                timed = self._timed(request)
-                enter = partial(self._enter, save, handle)
-                self._queue.start(handle, lambda: None, lambda _: self.follow(save, handle, timed), True, enter)
-            return
-        request = self._timed(request)
-
-        def write(staged: Attempt[StagedState]) -> events.SaveFinished:
-            try:
-                with together(request.call), self._followed_or_freed():
-                    save = self._hand_over(request, staged, attached, ranks)
-                    self._enter(save, handle)
-            except Exception as error:
-                self._pipeline.fail(error, request, ranks.rank)
-            return self.follow(save, handle, request)
-
-        self._queue.start(handle, copy.finish, write, in_keeper=True)
-
     @contextmanager
     def _followed_or_freed(self) -> Iterator[None]:
         """Free the host copy if the block ends before a thread follows the save: a keeper may write from the memory."""
-        written = self._written
+        newest = self._newest
         try:
             yield
         except BaseException:  # Ctrl-C, too
-            if self._written is written:
+            if self._newest is newest:
                 self.memory.free()
             raise
 
     def _enter(self, save: _HandedOver, handle: RunningSave) -> None:
         """Note a save that is handed over, and that a thread follows."""
-        self._written = save.written
         self._newest = save.token, handle
         handle.set_handed_over()
 
@@ -309,7 +294,7 @@ class KeptSaves:
         Raises:
             CheckpointError: On every rank.
         """
-        self._release()
+        self.client.spool.release(self.memory.slabs)
         staged = self._pipeline.leave_out(request, staged, ranks)
 
         def name() -> Path:  # on rank 0
@@ -373,19 +358,20 @@ class KeptSaves:
         )
         return replace(job, head=plain.encode(head))
 
-    def follow(self, save: _HandedOver, handle: RunningSave, request: SaveRequest) -> events.SaveFinished:
+    def _follow(self, save: _HandedOver, handle: RunningSave, request: SaveRequest) -> events.SaveFinished:
         """Wait until the save has ended, and report its milestones to the handle and the subscribers.
 
         Raises:
             CheckpointError: The save has failed.
         """
+        let_training_go_first()
         staging_seconds = save.staged.copy_seconds
         try:
             if reason := self._meet_when_written(save, request):
                 return self._write_without_keeper(save, handle, request, reason)
         finally:
             del save.staged, save.planned  # this thread may wait for long until the keeper has published it
-            save.written.set()
+            handle.set_written()
         try:
             local = None
             if has_local_tier(self._config):
@@ -434,9 +420,8 @@ class KeptSaves:
 
         step = f"see that keepers have written {request.path}"
         try:
-            with together(request.call):
-                _, reason = self.group.combine(step, wait, lambda reasons: max(reasons))
-                return reason
+            _, reason = self.group.combine(step, wait, lambda reasons: max(reasons))
+            return reason
         except CheckpointError as error:
             logger.debug("ranks do not meet: %s", error)
             return ""
@@ -455,7 +440,7 @@ class KeptSaves:
         handle.set_local(SaveFailed(f"{path} is not complete in keeper.dir: {reason}"))
         publication = Publication(path, medium_of(path, self._config.io.direct))
 
-        staged, planned = Attempt(save.staged), save.planned
+        staged, plan = Attempt(save.staged), save.planned
 
         def reserve() -> SavePlan:
             files = ranks.agree(f"revoke the save of {path}", lambda: self.client.revoke(save.token, path))
@@ -470,11 +455,13 @@ class KeptSaves:
 
             if has_files:
                 ranks.agree(f"add files to {path}", add if files.is_dir() else lambda: None)
-            return replace(planned, directory=directory)
+            return replace(plan, directory=directory)
 
         def write() -> events.SaveFinished:
-            with together(request.call):
-                return self._pipeline.run(publication, request, staged, ranks, reserve, degraded=reason)
+            with together(request.call):  # another thread than the one that follows the save
+                return self._pipeline.plan_write_publish(
+                    publication, request, staged, ranks, planned=reserve, degraded=reason
+                )
 
         try:
             return self._unless_closed(request, write)
@@ -539,6 +526,10 @@ class KeptSaves:
         self._pipeline.emit(event)
         return event
 
+    def forget(self, path: Where) -> None:
+        """Delete the nodes' parts of the saves to ``path``."""
+        self.client.forget(path_of(path))
+
     def bring_newest(self) -> None:
         """Copy the newest save to its path if it is only complete locally, and wait until it is there.
 
@@ -567,9 +558,7 @@ class KeptSaves:
         self._pipeline.emit(event)
 
     def close(self) -> None:
-        """Give back the host copy, and leave the keeper. Do nothing in a forked process, which has neither."""
-        if os.getpid() != self._process:
-            return
+        """Give back the host copy, and leave the keeper."""
         self.release_memory()
         self.client.close()
         if self.group.size > 1:

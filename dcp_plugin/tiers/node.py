@@ -17,11 +17,13 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from dcp_plugin.core.errors import SaveFailed, logger_of
+from dcp_plugin.core.errors import SaveFailed
 from dcp_plugin.core.format import DATA_SUFFIX
-from dcp_plugin.core.media import CannotLink, DataFile, Medium, add_files, medium_of
+from dcp_plugin.core.media.choice import medium_of
 from dcp_plugin.core.media.disk import posix
 from dcp_plugin.core.media.disk.local_files import LocalFiles, identity_of
+from dcp_plugin.core.media.medium import CannotLink, DataFile, Medium
+from dcp_plugin.core.media.places import add_files
 from dcp_plugin.core.paths import Where, as_path, on_file_system, resolved, with_options
 from dcp_plugin.core.storage.part_writer import PartWriter
 from dcp_plugin.core.storage.published import comparisons_below
@@ -32,8 +34,6 @@ from dcp_plugin.tiers.journal import Journal
 from dcp_plugin.tiers.journal_records import End, Part, RankJob
 from dcp_plugin.tiers.local_checkpoints import LocalCheckpoint, LocalCheckpoints, Record, has_file, is_inside, put_file
 from dcp_plugin.tiers.wire import Address, Channel, connect
-
-logger = logger_of("dcp_plugin.tiers")
 
 _SEND_SECONDS = 60.0
 """Seconds that a neighbour may take to accept further bytes of a file, or to answer for it."""

@@ -34,7 +34,7 @@ CLASSES: dict[str, type] = {
 }
 """Dataclasses and exceptions, by name. :mod:`~dcp_plugin.tiers.journal_records` adds its own."""
 
-logger = logging.getLogger("dcp_plugin.tiers")
+logger = logging.getLogger("dcp_plugin")
 
 
 def encode(value: Any) -> bytes:

@@ -35,7 +35,7 @@ from dcp_plugin.tiers.server import Server
 from dcp_plugin.tiers.spool import Spool
 from dcp_plugin.tiers.wire import NO_ADDRESS, Address, Channel, connect, own_address
 
-logger = logging.getLogger("dcp_plugin.tiers")
+logger = logging.getLogger("dcp_plugin")
 
 _TICK = 0.5
 """Seconds between two checks whether the keeper is still needed."""

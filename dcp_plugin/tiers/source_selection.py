@@ -18,7 +18,7 @@ from typing import Protocol
 
 from dcp_plugin.core.format import INDEX, SUMMARY
 from dcp_plugin.core.format.packed import position_of
-from dcp_plugin.core.media import RangedFile, RawRanges, Readable, first_bytes
+from dcp_plugin.core.media.medium import RangedFile, RawRanges, Readable, first_bytes
 from dcp_plugin.tiers.wire import Address, connect
 
 logger = logging.getLogger("dcp_plugin")
@@ -34,7 +34,7 @@ class OpenFile(Protocol):
     """An open file of a place."""
 
     def read_into(self, memory: Sequence[memoryview], offset: int) -> int:
-        """Read as :meth:`dcp_plugin.core.media.RangedFile.read_into` does."""
+        """Read as :meth:`dcp_plugin.core.media.medium.RangedFile.read_into` does."""
 
     def close(self) -> None: ...
 
@@ -113,7 +113,7 @@ class _Nearest(RawRanges):
 
 
 class NearestFiles(Readable):
-    """A :class:`~dcp_plugin.core.media.Readable` over several places.
+    """A :class:`~dcp_plugin.core.media.medium.Readable` over several places.
 
     Args:
         where: The checkpoint in messages.

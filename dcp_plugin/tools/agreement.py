@@ -52,7 +52,7 @@ def signatures(index: CheckpointIndex, keys: Collection[str]) -> dict[str, Signa
     """
     table = index.table
     is_framed, length = index.columns["place"][:, 2] >= 0, index.columns["place"][:, 3]
-    has_hashes = (np.diff(index.block_starts) > 0) | (is_framed & (length == 0))
+    has_hashes = (np.diff(index.places.block_starts) > 0) | (is_framed & (length == 0))
     slots = np.array([index.slots[key] for key in keys], np.int64)
     dtypes = {**dict(enumerate(table.dtypes)), NO_TENSOR: VALUE}
     numbers = table.columns["dtype"][slots].tolist()
@@ -79,7 +79,7 @@ def _if_complete(index: CheckpointIndex, has_hashes: Column, slots: Column) -> l
     chunk_starts = index.table.chunk_starts
     missing = np.concatenate(([0], np.cumsum(~has_hashes)))[chunk_starts]
     is_complete = (np.diff(missing) == 0)[slots]
-    rows = _rows(index.columns["hash"], index.block_starts[chunk_starts], slots)
+    rows = _rows(index.columns["hash"], index.places.block_starts[chunk_starts], slots)
     return [row if complete else None for row, complete in zip(rows, is_complete.tolist(), strict=True)]
 
 

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from xxhash import xxh3_64_hexdigest
 
-from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointIncomplete, size, some
+from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointIncomplete, as_html, size, some
 from dcp_plugin.core.format.columns import NO_TENSOR, KeyColumns
 from dcp_plugin.core.format.index import Entry, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.core.interrupts import collector_paused
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.core.records import OpenCheckpoint
 from dcp_plugin.core.storage.open import check_files, open_checkpoint
-from dcp_plugin.core.types import Shape, as_html, public_class
+from dcp_plugin.core.types import Shape, public_class
 
 if TYPE_CHECKING:
     import torch

@@ -20,13 +20,15 @@ from dcp_plugin.core.errors import (
     CheckpointNotFound,
     SaveFailed,
     UnsafeCheckpoint,
+    as_html,
     damage_in,
     size,
     some,
 )
 from dcp_plugin.core.format import has_traces
-from dcp_plugin.core.media import is_workspace, locate, medium_of, tree
+from dcp_plugin.core.media.choice import locate, medium_of
 from dcp_plugin.core.media.copies import copy_target
+from dcp_plugin.core.media.places import is_workspace, tree
 from dcp_plugin.core.paths import (
     PathLike,
     StorageOptions,
@@ -41,7 +43,7 @@ from dcp_plugin.core.runs.foreign import Saved
 from dcp_plugin.core.runs.scan import Scan
 from dcp_plugin.core.storage.open import open_checkpoint
 from dcp_plugin.core.storage.open_foreign import weights_in
-from dcp_plugin.core.types import as_html, public_class
+from dcp_plugin.core.types import public_class
 from dcp_plugin.tools.stream import Counter, Progress
 from dcp_plugin.tools.transfer import CopyState, Source, Transfer, is_same, open_source
 
@@ -244,7 +246,7 @@ class _Copy:
         medium = medium_of(new_path)
         with damage_in(new_path):
             kind = medium.kind(new_path)
-            names = tree(new_path, medium) if kind == "folder" else []
+            names = tree(medium, new_path) if kind == "folder" else []
         if not names and kind != "file":  # an absent or empty folder
             return ""
         try:

@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 from xxhash import xxh3_64, xxh3_64_digest
 
-from dcp_plugin.core.errors import CheckpointMismatch, UnsafeCheckpoint, warn
+from dcp_plugin.core.errors import CheckpointMismatch, UnsafeCheckpoint, as_html, warn
 from dcp_plugin.core.format.index import StoredTensor
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where
 from dcp_plugin.core.storage.reader import CheckpointReader
-from dcp_plugin.core.types import Shape, as_html, public_class
+from dcp_plugin.core.types import Shape, public_class
 from dcp_plugin.tools import stream
 from dcp_plugin.tools.agreement import VALUE, Signature, paired, signatures
 from dcp_plugin.tools.amounts import Amount, difference, differences, equal, short

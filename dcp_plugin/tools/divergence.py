@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp_plugin.core.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, damage_in, some
-from dcp_plugin.core.media import medium_of
+from dcp_plugin.core.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, as_html, damage_in, some
+from dcp_plugin.core.media.choice import medium_of
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.core.runs.scan import Scan
 from dcp_plugin.core.storage.reader import CheckpointReader
-from dcp_plugin.core.types import CheckpointState, as_html, public_class
+from dcp_plugin.core.types import CheckpointState, public_class
 from dcp_plugin.tools import amounts
 from dcp_plugin.tools.diff import CheckpointDiff, Reshaped, Retyped, diff
 from dcp_plugin.tools.stream import Part, Progress, Stream

@@ -22,15 +22,16 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from dcp_plugin.core.errors import CheckpointError, SaveFailed, one_line, size, some
+from dcp_plugin.core.errors import CheckpointError, SaveFailed, as_html, one_line, size, some
 from dcp_plugin.core.format.index import StoredTensor
-from dcp_plugin.core.media import medium_of
+from dcp_plugin.core.media.choice import medium_of
 from dcp_plugin.core.media.output import Output, exists, has_appeared, output_at
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.core.ranks.calls import Call, together
 from dcp_plugin.core.ranks.collectives import Ranks
+from dcp_plugin.core.ranks.groups import of_default_group
 from dcp_plugin.core.storage.reader import CheckpointReader
-from dcp_plugin.core.types import as_html, public_class
+from dcp_plugin.core.types import public_class
 from dcp_plugin.tools.formats import Layout, Selected, hugging_face, safetensors_files, torch_files
 from dcp_plugin.tools.formats.dcp_files import DcpCheckpoint
 from dcp_plugin.tools.stream import Counter, Globs, Progress, Stream, renamed, select, texts
@@ -154,7 +155,7 @@ def export(
     named = bool(texts(include)) or rename is not None
     most, target = _size(max_shard_size), as_path(out, storage_options)
     with together(Call("call export", f"exports {path}", ["export"])):
-        group = Ranks.of_default_group(_TIMEOUT, _PATIENCE)
+        group = of_default_group(_TIMEOUT, _PATIENCE)
     try:
         with CheckpointReader(path, io_threads=io_threads, storage_options=storage_options) as reader:
             names = group.agree("select keys", lambda: _names(reader, format, include, exclude, rename))

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from dcp_plugin.core.errors import CheckpointError, size
+from dcp_plugin.core.errors import CheckpointError, as_html, size
 from dcp_plugin.core.format import DAMAGED, SUMMARY, exists
-from dcp_plugin.core.media import Leftover, medium_of, workspace_of
+from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media.medium import Leftover
+from dcp_plugin.core.media.places import workspace_of
 from dcp_plugin.core.media.usage import Usage
 from dcp_plugin.core.media.usage import usage as usage_of
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path, links_in, resolved
@@ -21,7 +23,7 @@ from dcp_plugin.core.retention import Retention
 from dcp_plugin.core.runs import figures
 from dcp_plugin.core.runs.deletion import remove
 from dcp_plugin.core.runs.scan import state_of
-from dcp_plugin.core.types import CheckpointState, as_html, public_class
+from dcp_plugin.core.types import CheckpointState, public_class
 from dcp_plugin.tools.listing import OURS, Found, ListedCheckpoint, is_in_flight, look_below
 from dcp_plugin.tools.stream import Counter, Progress
 

@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 
-from dcp_plugin.core.errors import CheckpointMismatch, UnsafeCheckpoint, nearest, some
+from dcp_plugin.core.errors import CheckpointMismatch, UnsafeCheckpoint, first_line, nearest, some
 from dcp_plugin.core.format.index import StoredTensor
+from dcp_plugin.core.format.payload import padded
 from dcp_plugin.core.format.values import decode_tensor
-from dcp_plugin.core.media import PAGE
+from dcp_plugin.core.media.medium import PAGE
+from dcp_plugin.core.partial import matches
 from dcp_plugin.core.planning.load_balance import BoxPart
 from dcp_plugin.core.planning.reads import ReadPlanner, decoded
 from dcp_plugin.core.storage.reader import CheckpointReader
@@ -30,7 +32,6 @@ from dcp_plugin.core.types import LocalChunk, Shape, ShardedValue
 WINDOW = 64 << 20
 """Size of each of the two windows, in bytes."""
 _MOST_PIECES = 4096
-_ALIGNMENT = 64
 _TOGETHER = 256 << 20
 """Bytes that :func:`read_keys` reads between two reports of progress."""
 
@@ -69,15 +70,11 @@ def select(keys: Collection[str], include: Globs, exclude: Globs, path: object) 
     for glob in (*chosen, *left_out):
         if glob not in keys and not any(fnmatchcase(key, glob) for key in keys):
             raise CheckpointMismatch(f"{path} has no key that {glob!r} matches{nearest(glob, keys)}")
-    selected = [key for key in keys if not chosen or _matches(key, chosen)]
-    selected = [key for key in selected if not _matches(key, left_out)] if left_out else selected
+    selected = [key for key in keys if not chosen or matches(key, chosen)]
+    selected = [key for key in selected if not matches(key, left_out)] if left_out else selected
     if not selected:
         raise CheckpointMismatch(f"{path}: exclude={some(list(left_out))} leaves none of its {len(keys)} keys")
     return selected
-
-
-def _matches(key: str, globs: Sequence[str]) -> bool:
-    return any(fnmatchcase(key, glob) for glob in globs)
 
 
 def renamed(keys: Iterable[str], rename: Mapping[str, str], path: object) -> dict[str, str]:
@@ -166,7 +163,7 @@ def _read_opaque(reader: CheckpointReader, key: str, device: torch.device) -> An
     except Exception as error:
         raise UnsafeCheckpoint(
             f"{reader.path}: {key} is of a class that torch does not load without executing code: "
-            f"{str(error).splitlines()[0]} Load it into a model (dcp_plugin.load), or leave it out: exclude={key!r}."
+            f"{first_line(error)} Load it into a model (dcp_plugin.load), or leave it out: exclude={key!r}."
         ) from error
 
 
@@ -268,7 +265,7 @@ class Stream:
             if not part.nbytes:
                 continue
             for box in BoxPart(part.offsets, part.sizes, part.dtype.itemsize).at_most(self._window):
-                size = _aligned(box.nbytes)
+                size = padded(box.nbytes)
                 if window and (filled + size > self._window or len(window) >= _MOST_PIECES):
                     yield window
                     window, filled = [], 0
@@ -279,7 +276,7 @@ class Stream:
             yield window
 
     def _read(self, window: _Window, turn: int) -> list[Piece]:
-        size = sum(_aligned(box.nbytes) for _, box, _ in window)
+        size = sum(padded(box.nbytes) for _, box, _ in window)
         if size > len(self._memory[turn]):
             self._memory[turn] = _page_aligned(size)
         pieces: list[Piece] = []
@@ -289,7 +286,7 @@ class Stream:
         for number, box, start in window:
             part = self._parts[number]
             tensor = self._memory[turn][at : at + box.nbytes].view(part.dtype).view(box.sizes)
-            at += _aligned(box.nbytes)
+            at += padded(box.nbytes)
             name = str(len(pieces))
             pieces.append(Piece(number, tensor, start))
             chunk = LocalChunk(box.offsets, box.sizes, tensor)
@@ -303,7 +300,3 @@ def _page_aligned(nbytes: int) -> torch.Tensor:
     """Return memory from which a file can be written without a copy."""
     memory = host_bytes(nbytes + PAGE)
     return memory[-memory.data_ptr() % PAGE :][:nbytes]
-
-
-def _aligned(nbytes: int) -> int:
-    return nbytes + -nbytes % _ALIGNMENT

@@ -31,9 +31,11 @@ from dcp_plugin.core.format import INDEX, METADATA, SUMMARY, index_file, json_ob
 from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.metadata import with_renamed_files
 from dcp_plugin.core.format.summary import Summary, fingerprint, with_hash
-from dcp_plugin.core.media import CannotLink, DataFile, Medium, RangedFile, Readable, locate, medium_of, tree
+from dcp_plugin.core.media.choice import locate, medium_of
 from dcp_plugin.core.media.copies import copy_target
+from dcp_plugin.core.media.medium import CannotLink, DataFile, Medium, RangedFile, Readable
 from dcp_plugin.core.media.packed_view import PackedFiles
+from dcp_plugin.core.media.places import tree
 from dcp_plugin.core.paths import Where, on_file_system
 from dcp_plugin.core.records import OpenCheckpoint
 from dcp_plugin.core.storage.open import check_files, open_checkpoint
@@ -137,7 +139,7 @@ def open_source(path: Where, of_others: bool = False) -> Source:
             opened.close()
             raise CheckpointMismatch(f"{path} is a part of {opened.path}: copy that.")
         files = medium.open(location, pin=True) if opened is None else opened.files
-        return _of_folder(path, files, opened, tree(location, medium))
+        return _of_folder(path, files, opened, tree(medium, location))
 
 
 def _of_folder(path: Where, files: Readable, opened: OpenCheckpoint | None, stored: list[str]) -> Source:
@@ -169,17 +171,13 @@ def _token_of(files: Readable, sizes: Mapping[str, int]) -> str:
 
 def is_same(source: Source, target: Source) -> bool:
     """Return whether two checkpoints are of the same save. Those of other tools are compared file by file."""
-    if source.summary is not None or target.summary is not None:
-        return are_of_one_save(source.summary, target.summary)
+    first, second = source.summary, target.summary
+    if first is not None or second is not None:
+        return first is not None and second is not None and first.save_id == second.save_id
     if source.sizes != target.sizes and not (source.is_file and target.is_file):
         return False
     pairs = zip(sorted(source.sizes), sorted(target.sizes), strict=True)
     return all(_same_bytes(source.files, name, target.files, target_name) for name, target_name in pairs)
-
-
-def are_of_one_save(first: Summary | None, second: Summary | None) -> bool:
-    """Return whether two checkpoints of this package are of the same save, by their summaries; None is no summary."""
-    return first is not None and second is not None and first.save_id == second.save_id
 
 
 def _same_bytes(files: Readable, name: str, other_files: Readable, other_name: str) -> bool:

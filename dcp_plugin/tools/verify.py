@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from dcp_plugin.core.errors import CheckpointError, CheckpointNotFound, CheckpointUnreadable, size, some
+from dcp_plugin.core.errors import CheckpointError, CheckpointNotFound, CheckpointUnreadable, as_html, size, some
 from dcp_plugin.core.format.index import StoredValue
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.core.ranks.collectives import name_of
@@ -16,7 +16,7 @@ from dcp_plugin.core.storage.open_foreign import weights_in
 from dcp_plugin.core.storage.published import sizes_only
 from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.storage.stream_copy import verify_files
-from dcp_plugin.core.types import as_html, public_class
+from dcp_plugin.core.types import public_class
 from dcp_plugin.tools.stream import Counter, Progress
 
 

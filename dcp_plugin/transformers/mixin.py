@@ -420,7 +420,7 @@ class TrainerAdapter(BaseAttachment):
 
     def _complete_copy(self, handle: RunningSave) -> None:
         """With ``staging="lazy"``, wait for the copy if code that may write weights runs before the next step."""
-        if not handle.staged() and (writers := code_between_steps(self._trainer)):
+        if not handle.copy_ended.is_set() and (writers := code_between_steps(self._trainer)):
             if not self._has_named_writers:
                 self._has_named_writers = True
                 logger.warning(

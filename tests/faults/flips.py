@@ -28,7 +28,7 @@ import torch
 
 import dcp_plugin as dcp
 from dcp_plugin.core.format import INDEX, METADATA, SUMMARY
-from dcp_plugin.core.media import WORKSPACE
+from dcp_plugin.core.media.places import WORKSPACE
 from dcp_plugin.integration.stored import keys_by_name
 from tests import launch
 from tests.compare import same_tree

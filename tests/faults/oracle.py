@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import dcp_plugin as dcp
-from dcp_plugin.core.media import WORKSPACE
+from dcp_plugin.core.media.places import WORKSPACE
 from dcp_plugin.core.paths import ObjectPath, Where
 from dcp_plugin.core.runs import figures
 from tests.faults.scenes import NEW, Scene, number_in, resume, save

@@ -294,7 +294,7 @@ def test_trap_13_one_failing_rank_does_not_wait_for_the_others_to_save(tmp_path:
 
 
 def _one_rank_fails(root: Path, layout: str, way: dict[str, Any]) -> None:
-    from dcp_plugin.lightning import strategy
+    from dcp_plugin.lightning import model_checkpoint
     from tests.lightning import training as t
 
     # For one with another timeout. In a store of its own: in that of the first one rank 1 may still find, and call,
@@ -309,7 +309,7 @@ def _one_rank_fails(root: Path, layout: str, way: dict[str, Any]) -> None:
             if self.global_step == 2 and dist.get_rank() == 1:
                 raise ArithmeticError("of rank 1")
 
-    strategy._PATIENCE_WITH_AN_EXCEPTION = 1.0  # in this process: the other rank does not come
+    model_checkpoint._PATIENCE_WITH_AN_EXCEPTION = 1.0  # in this process: the other rank does not come
     plugin = way == OURS and t.DCPCheckpointIO()
     saving = t.ModelCheckpoint(root / ("ours" if plugin else "stock"), save_on_exception=True)
     trainer = t.trainer_for(layout, [saving], stock=not plugin, plugin=plugin)
@@ -387,7 +387,7 @@ def test_an_exception_waits_for_nobody_if_nothing_is_saved_because_of_it(tmp_pat
 def _fails_alone(root: Path) -> str:
     from lightning.pytorch.callbacks import Checkpoint
 
-    from dcp_plugin.lightning import dcp_strategy_class
+    from dcp_plugin.lightning import model_checkpoint
     from tests.lightning import training as t
 
     class Failing(t.Model):
@@ -396,8 +396,7 @@ def _fails_alone(root: Path) -> str:
                 raise ArithmeticError("of rank 1")
 
     trainer = t.trainer_for("ddp", [t.ModelCheckpoint(root), Checkpoint()])
-    promoted: Any = dcp_strategy_class(type(trainer.strategy))
-    promoted.all_ranks_come_to_save = lambda self: pytest.fail("the ranks meet")
+    model_checkpoint._all_ranks_come_to_save = lambda trainer, io: pytest.fail("the ranks meet")
     try:
         trainer.fit(Failing("ddp"), t.plain_loader("ddp"))
     except ArithmeticError as error:

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint import save as stock_save
 
 import dcp_plugin as dcp
 from dcp_plugin import events
-from dcp_plugin.core.media import Reservation, disk
-from dcp_plugin.core.media.disk import commit
+from dcp_plugin.core.media.disk import commit, local_disk
+from dcp_plugin.core.media.medium import Reservation
 from tests import launch
 from tests.damage import bad_disk, flip, raising
 from tests.launch import gathered, on_ranks
@@ -76,7 +76,7 @@ def test_a_failed_background_save_is_raised_once_on_every_rank(tmp_path: Path) -
 def test_a_rank_that_hangs_fails_the_others_within_the_timeout(tmp_path: Path) -> None:
     path, rank = tmp_path / "ck", dist.get_rank()
     ended = [RankGate(f"{number} has ended") for number in range(3)]
-    disk._VISIBLE_SECONDS = 0.5  # what rank 0 has made is gone when rank 1 comes
+    local_disk._VISIBLE_SECONDS = 0.5  # what rank 0 has made is gone when rank 1 comes
     model, optimizer = build("fsdp2")
 
     def hang(event: events.Event) -> None:
@@ -120,7 +120,7 @@ def _save_to_unshared_root(root: Path) -> str:
     dist.all_reduce(able, op=dist.ReduceOp.MIN)
     if not able.item():
         return "not permitted"
-    disk._VISIBLE_SECONDS = 0.5
+    local_disk._VISIBLE_SECONDS = 0.5
     refusal(dcp.SaveFailed, lambda: dcp.save({"t": torch.ones(3)}, root / "ck"), "rank 1", "share")
     return ""
 

@@ -106,7 +106,7 @@ def _other_package(folder: Path, memory: Path) -> None:
     """A copy of this package with another number."""
     package = Path(dcp.__file__).parent
     shutil.copytree(package, folder / "dcp_plugin", ignore=shutil.ignore_patterns("__pycache__"))
-    module = folder / "dcp_plugin" / "keeper" / "spool.py"
+    module = folder / "dcp_plugin" / "tiers" / "spool.py"
     text = module.read_text()
     for old, new in (
         (f"\nFORMAT_VERSION = {FORMAT_VERSION}\n", f"\nFORMAT_VERSION = {OTHER}\n"),

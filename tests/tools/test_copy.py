@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import dcp_plugin as dcp
-from dcp_plugin.core.media import WORKSPACE, medium_of, tree
+from dcp_plugin.core.media.choice import medium_of
 from dcp_plugin.core.media.disk.local_files import LocalFiles
+from dcp_plugin.core.media.places import WORKSPACE, tree
 from dcp_plugin.core.paths import Where, as_path
 from dcp_plugin.core.runs import figures
 from tests import programs
@@ -60,7 +61,7 @@ def _files(path: Where) -> dict[str, bytes]:
     medium = medium_of(path)
     files = medium.open(path)
     found = {}
-    for name in tree(path, medium):
+    for name in tree(medium, path):
         with files.open(name) as file:
             found[name] = file.read()
     return found
@@ -291,8 +292,8 @@ def copy_one(self, *arguments):
     seen.append(arguments)
     if len(seen) == int(number):
         if how == "RMTREE":
-            from dcp_plugin.core.runs import retention
-            retention.remove(source)
+            from dcp_plugin.core.runs import deletion
+            deletion.remove(source)
         elif how == "FSIZE":
             import resource
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
@@ -386,10 +387,10 @@ def test_what_nobody_goes_on_with_is_swept_by_the_next_save(
     target = tmp_path / "to" if kind == "disk" else as_path(request.getfixturevalue("bucket").url) / "to"
     died = _dies("SIGKILL", 3, tmp_path / "run/step-1", target / "step-1")
     assert died.returncode == -signal.SIGKILL
-    left = tree(target)
+    left = tree(medium_of(target), target)
     assert sum(name.endswith(".distcp") for name in left) >= 2
     dcp.save({"n": 1}, target / "step-2")
-    found = tree(target)
+    found = tree(medium_of(target), target)
     assert all(name.startswith("step-2/") or name.endswith(figures.SUFFIX) for name in found), left
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dcp_plugin.core.errors import CheckpointMismatch
-from dcp_plugin.core.format.payload import padded
+from dcp_plugin.core.format.payload import block_counts, padded
 from dcp_plugin.core.types import KeyPath, Shape
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ MAPPING_CLASSES: dict[str, Callable[[], dict[Any, Any]]] = {
 }
 """Classes of mappings, by name, that a load restores if a save stores the items of a mapping separately."""
 
-_JOINED = ("place", "frame", "blocks", "hash")
+_JOINED = ("place", "frame", "hash")
 
 
 @dataclass(frozen=True)
@@ -193,14 +193,13 @@ def itemsize_named(name: str) -> int:
 class Places:
     """Places of items: the columns of :class:`Location`.
 
-    ``blocks`` counts each item's hashes in ``hash``.
+    ``hash`` has a hash for each block of each payload. It is empty if another tool wrote the items.
     """
 
     files: list[str]
     file: Column
     place: Column
     frame: Column
-    blocks: Column
     hash: Column
     linkable: Collection[str] = ()
     """Files that later saves are meant to link. Such a file may have items that this checkpoint does not have."""
@@ -216,15 +215,13 @@ class Places:
             np.array([files[location.file] for location in locations], np.int32),
             np.array(place, np.int64).reshape(-1, 4),
             np.array([location.frame for location in locations], np.uint32),
-            np.array(list(map(len, hashes)), np.int64),
             np.concatenate([*hashes, np.empty(0, np.uint64)]),
         )
 
     @classmethod
     def without_hashes(cls, files: list[str], file: Column, place: Column) -> Places:
         """Return the places of items without hashes, as another tool writes them."""
-        zeros = np.zeros(len(file), np.int64)
-        return cls(files, file, place, zeros.astype(np.uint32), zeros, np.empty(0, np.uint64))
+        return cls(files, file, place, np.zeros(len(file), np.uint32), np.empty(0, np.uint64))
 
     @classmethod
     def joined(cls, parts: Sequence[Places]) -> Places:
@@ -247,8 +244,8 @@ class Places:
     def location(self, number: int) -> Location:
         """Return the location of an item."""
         offset, length, start, payload_length = self.place[number].tolist()
-        end = int(self._block_ends[number])
-        hashes = self.hash[end - int(self.blocks[number]) : end]
+        first, end = self.block_starts[number : number + 2].tolist()
+        hashes = self.hash[first:end]
         has_hashes = len(hashes) > 0 or (payload_length == 0 and start >= 0)
         return Location(
             self.files[self.file[number]],
@@ -261,20 +258,20 @@ class Places:
         )
 
     @functools.cached_property
-    def _block_ends(self) -> Column:
-        return np.cumsum(self.blocks)
+    def block_starts(self) -> Column:
+        """Position at which the hashes of each item begin, and the end of the last."""
+        counts = block_counts(self.place[:, 3]) if len(self.hash) else np.zeros(len(self.place), np.int64)
+        return np.concatenate(([0], np.cumsum(counts)))
 
     def take(self, order: Column) -> Places:
         """Return the items with these numbers, in this order."""
-        blocks = self.blocks[order]
-        if (
-            len(self.blocks) and (self.blocks == self.blocks[0]).all()
-        ):  # usual in large plans: a row per item is faster to take
-            hashes = self.hash.reshape(len(self.blocks), -1).take(order, axis=0).reshape(-1)
+        blocks = np.diff(self.block_starts)
+        if len(blocks) and (blocks == blocks[0]).all():  # usual in large plans: a row per item is faster to take
+            hashes = self.hash.reshape(len(blocks), -1).take(order, axis=0).reshape(-1)
         else:
-            hashes = self.hash[ranges((np.cumsum(self.blocks) - self.blocks)[order], blocks)]
+            hashes = self.hash[ranges(self.block_starts[order], blocks[order])]
         place = self.place.take(order, axis=0)  # faster than by [order]
-        return Places(self.files, self.file[order], place, self.frame[order], blocks, hashes, self.linkable)
+        return Places(self.files, self.file[order], place, self.frame[order], hashes, self.linkable)
 
 
 ROWS_IN_CACHE = 1 << 15
@@ -339,9 +336,10 @@ def partitioned(starts: Column, sizes: Column, shape: Column, of: Column, count:
     seeds = np.frombuffer(os.urandom(8 * shape.shape[1]), np.uint64)
     over_boxes = np.ones(len(starts), np.uint64)
     over_tensor = np.ones(count, np.uint64)
-    for dim in range(shape.shape[1]):
-        over_boxes *= _mix(starts[:, dim] + sizes[:, dim], seeds[dim]) - _mix(starts[:, dim], seeds[dim])
-        over_tensor *= _mix(shape[:, dim], seeds[dim]) - _mix(np.zeros(count, np.int64), seeds[dim])
+    for dim, seed in enumerate(seeds):
+        begins, ends = starts[:, dim].astype(np.uint64), (starts[:, dim] + sizes[:, dim]).astype(np.uint64)
+        over_boxes *= mixed(ends + seed) - mixed(begins + seed)
+        over_tensor *= mixed(shape[:, dim].astype(np.uint64) + seed) - mixed(np.full(count, seed))
     return totals(over_boxes, of, count) == over_tensor  # type: ignore[no-any-return]
 
 
@@ -353,12 +351,11 @@ def totals(values: Column, of: Column, count: int) -> Column:
     return np.asarray(running[edges[1:]] - running[edges[:-1]])
 
 
-def _mix(coordinate: Column, seed: np.uint64) -> Column:
-    """Return a random number for each coordinate: splitmix64."""
-    mixed = coordinate.astype(np.uint64) + seed
+def mixed(numbers: Column) -> Column:
+    """Return a hash of each of some 64-bit numbers (the finalizer of splitmix64)."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    return mixed ^ (mixed >> np.uint64(31))
+        numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
+    return np.asarray(numbers ^ (numbers >> np.uint64(31)))
 
 
 def flat_start(offsets: Column, shapes: Column, of: Column) -> Column:

@@ -66,7 +66,7 @@ class _Chunks(Sequence[StoredChunk]):
 
     def __getitem__(self, number: Any) -> Any:
         at, (offsets, sizes) = range(len(self))[number], self._boxes
-        location = self.parent.location(int(self.parent.table.chunk_starts[self._slot]) + at)
+        location = self.parent.places.location(int(self.parent.table.chunk_starts[self._slot]) + at)
         return StoredChunk(tuple(offsets[at].tolist()), tuple(sizes[at].tolist()), location)
 
 
@@ -117,7 +117,7 @@ def places_of(entry: Entry) -> tuple[tuple[str, int], ...]:
 class CheckpointIndex(Mapping[str, Entry]):
     """All entries of a checkpoint by key, in the order of the save."""
 
-    def __init__(self, table: KeyColumns, columns: dict[str, Column], files: dict[str, int], blocks: Column) -> None:
+    def __init__(self, table: KeyColumns, columns: dict[str, Column], files: dict[str, int]) -> None:
         self.table = table
         self.columns = columns
         """All columns: those of the table, and those of the items."""
@@ -155,8 +155,6 @@ class CheckpointIndex(Mapping[str, Entry]):
         self._entries: dict[str, Entry] = {}
         self.slots = table.slots
         """Number of each key."""
-        self.block_starts = np.concatenate(([0], np.cumsum(blocks)))
-        """Position at which the hashes of each chunk begin, and the end of the last."""
 
     @functools.cached_property
     def version(self) -> str | None:
@@ -169,7 +167,7 @@ class CheckpointIndex(Mapping[str, Entry]):
         if (entry := self._entries.get(key)) is None:
             slot = self.slots[key]
             if (dtype := self.table.dtype_of(slot)) is None:
-                entry = StoredValue(self.location(int(self.table.chunk_starts[slot])))
+                entry = StoredValue(self.places.location(int(self.table.chunk_starts[slot])))
             else:
                 entry = StoredTensor(dtype, self.table.shape_of(slot), _Chunks(self, slot))
             self._entries[key] = entry
@@ -210,9 +208,6 @@ class CheckpointIndex(Mapping[str, Entry]):
         first, end = self.table.chunk_starts[slot : slot + 2].tolist()
         return range(first, end)
 
-    def location(self, chunk: int) -> Location:
-        return self.places.location(chunk)
-
     def rename_files(self, name_of: Callable[[str], str]) -> None:
         """Give the data files other names; their bytes stay the same."""
         self.files = {name_of(name): size for name, size in self.files.items()}
@@ -239,7 +234,7 @@ class CheckpointIndex(Mapping[str, Entry]):
             "frame": places.frame,
             "hash": places.hash,
         }
-        index = cls(table, columns, files, places.blocks)
+        index = cls(table, columns, files)
         index.linkable = places.linkable
         return index
 
@@ -247,7 +242,7 @@ class CheckpointIndex(Mapping[str, Entry]):
     def places(self) -> Places:
         """Places of the items."""
         items = {name: self.columns[name] for name in ("file", "place", "frame", "hash")}
-        return Places(self.file_names, blocks=np.diff(self.block_starts), linkable=self.linkable, **items)
+        return Places(self.file_names, linkable=self.linkable, **items)
 
     def require_bounded(self, keys: Iterable[str] | None = None) -> None:
         """Check that the tensors take about as much memory as the files hold.

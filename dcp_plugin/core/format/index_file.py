@@ -40,6 +40,9 @@ from dcp_plugin.core.format.payload import block_counts
 from dcp_plugin.core.format.summary import INDEX_VERSION, check_index_version, fingerprint
 from dcp_plugin.core.types import KeyPath
 
+_OPTIONAL = ("left_out", "rounded", "empty", "beside")
+"""Columns of JSON text, of which an index has those with content."""
+
 
 def encode(index: CheckpointIndex) -> bytes:
     """Return the bytes of the index file."""
@@ -51,15 +54,13 @@ def encode(index: CheckpointIndex) -> bytes:
         "linkable": json.dumps(sorted(index.linkable)),
         "paths": json.dumps(index.table.paths),  # tuples as lists
     }
-    more: dict[str, bytes] = {}
-    if index.left_out:
-        more["left_out"] = json.dumps(index.left_out).encode()
-    if index.rounded:
-        more["rounded"] = json.dumps(index.rounded).encode()
-    if index.empty:
-        more["empty"] = json.dumps(list(index.empty)).encode()
-    if index.extra_files:
-        more["beside"] = json.dumps(index.extra_files).encode()
+    optional = {
+        "left_out": index.left_out,
+        "rounded": index.rounded,
+        "empty": list(index.empty),
+        "beside": index.extra_files,
+    }
+    more = {name: json.dumps(value).encode() for name, value in optional.items() if value}
     if index.planner_data:
         from dcp_plugin.core.format import values
 
@@ -110,7 +111,7 @@ def _decoded(data: bytes, name: str) -> CheckpointIndex:
         check_index_version(about, name)
         index = _checked(columns, about)
         index.validate(posixpath.dirname(name))
-        if index.block_starts[-1] != len(columns["hash"]):
+        if block_counts(columns["place"][:, 3]).sum() != len(columns["hash"]):
             raise ValueError("the items have another number of blocks than of hashes")
     return index
 
@@ -141,26 +142,22 @@ def _checked(columns: dict[str, Column], about: dict[str, str]) -> CheckpointInd
     table = KeyColumns(_split_keys(columns["keys"], columns["key_ends"]), dtypes, paths, columns)
     if len(table.slots) != count:
         raise ValueError("a key occurs twice")
-    left_out: dict[str, str] = {}
-    if "left_out" in columns:
-        listed = json.loads(columns["left_out"].tobytes())
-        left_out = {str(key): str(base_key) for key, base_key in listed.items() if key not in table.slots}
-        if len(left_out) != len(listed):
-            raise ValueError("a key is both stored and left out")
-    rounded = dict(json.loads(columns["rounded"].tobytes())) if "rounded" in columns else {}
+    optional = {name: json.loads(columns[name].tobytes()) for name in _OPTIONAL if name in columns}
+    left_out = {str(key): str(base_key) for key, base_key in optional.get("left_out", {}).items()}
+    if not table.slots.keys().isdisjoint(left_out):
+        raise ValueError("a key is both stored and left out")
     if table.shape_starts[-1] != len(columns["shape"]) or table.box_starts[-1] != len(columns["box"]):
         raise ValueError("shapes and boxes do not fit the dimensions")
-    empty = [str(key) for key in json.loads(columns["empty"].tobytes())] if "empty" in columns else ()
-    beside = json.loads(columns["beside"].tobytes()) if "beside" in columns else {}
     planner_data: tuple[Any, ...] = ()
     if "planner_data" in columns:
         from dcp_plugin.core.format import values  # late, since it imports torch
 
         planner_data = (values.decode("planner_data", columns["planner_data"].tobytes()),)
-    index = CheckpointIndex(table, columns, files, block_counts(columns["place"][:, 3]))
+    index = CheckpointIndex(table, columns, files)
     index.linkable = {str(name) for name in json.loads(about["linkable"])}
-    index.left_out, index.rounded, index.empty, index.planner_data = left_out, rounded, empty, planner_data
-    index.extra_files = {str(name): str(comparison) for name, comparison in beside.items()}
+    index.left_out, index.rounded, index.planner_data = left_out, dict(optional.get("rounded", {})), planner_data
+    index.empty = [str(key) for key in optional.get("empty", ())]
+    index.extra_files = {str(name): str(comparison) for name, comparison in optional.get("beside", {}).items()}
     return index
 
 

@@ -220,7 +220,7 @@ def _children(path: KeyPath, value: Any) -> Iterator[tuple[Any, Any]]:
         return
     kind = mapping_class(value)
     for key, child in value.items():
-        step = key if isinstance(key, str) else _as_step(key)
+        step = int(key) if isinstance(key, np.integer) else key
         if step == "":
             raise CheckpointMismatch(f"the state has an empty key at {'.'.join(map(str, path)) or 'its root'}")
         yield step if isinstance(step, str) and not kind else (kind or "k", step), child
@@ -338,11 +338,6 @@ _MOST_PATHS = 8
 """Paths to each part, on average, of a state with more than ``FEW`` parts: a pickle takes as many bytes for a part."""
 _CONTAINERS = (Mapping, list, tuple, set, frozenset)
 _WITHOUT_PARTS = PLAIN | {torch.Tensor, torch.nn.Parameter}
-
-
-def _as_step(key: Any) -> Any:
-    """Return the key of a mapping as the path of a state has it."""
-    return int(key) if isinstance(key, np.integer) else key
 
 
 _STEPS = (str, int, float, np.integer, type(None))

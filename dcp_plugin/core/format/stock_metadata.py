@@ -25,8 +25,8 @@ from dcp_plugin.core.format.columns import NO_TENSOR, Column, KeyColumns, Places
 from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.pickles.metadata_nodes import columns_of, fields, items_of, kind_of, state_of
 from dcp_plugin.core.format.pickles.nodes import Name, Node, nodes_of
-from dcp_plugin.core.format.pickles.unpickler import Accepted, Refused, Use
-from dcp_plugin.core.format.pickles.walk import Walk
+from dcp_plugin.core.format.pickles.unpickler import Accepted, Use
+from dcp_plugin.core.format.pickles.walk import Refused, Walk
 from dcp_plugin.core.interrupts import collector_paused
 from dcp_plugin.core.tensors._torch import transforms_of
 from dcp_plugin.core.types import KeyPath

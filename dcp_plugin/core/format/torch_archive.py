@@ -1,23 +1,37 @@
-"""Zip of a ``torch.save`` file of any size, whose tensors are written one after the other.
+"""Zip of a ``torch.save`` file: its writer for tensors of any size, and its reader.
 
-All sizes are known before the first byte; checksums are known only after a record is written, and follow its data. The
-result is, to the byte, what torch itself writes. ``torch.load`` computes the offsets of records from the sizes alone,
-following ``mz_zip_writer_add_mem_ex_v2`` of its miniz.c (``_get_offset`` in ``torch/serialization.py``).
+The writer writes the tensors one after the other. All sizes are known before the first byte; checksums are known only
+after a record is written, and follow its data. The result is, to the byte, what torch itself writes. ``torch.load``
+computes the offsets of records from the sizes alone, following ``mz_zip_writer_add_mem_ex_v2`` of its miniz.c
+(``_get_offset`` in ``torch/serialization.py``).
+
+The reader, :class:`Archive`, reads files of others. A record of a zip may be compressed a thousandfold, and records may
+share bytes. Here each record is stored as it is, in bytes of its own, so that what is read is never larger than the
+file. Torch's own reader is not used: it ignores the case of names, and calculates offsets from values in the pickle.
 """
 
 from __future__ import annotations
 
 import struct
+import sys
+import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import BinaryIO
 
+import numpy as np
+from numpy.typing import NDArray
+
+from dcp_plugin.core.format import expect
+
+PICKLE = "data.pkl"
 _ROOT = "archive/"
 _ALIGNMENT = 64
 _MOST, _MOST_ENTRIES = 0xFFFFFFFF, 0xFFFF
 _UTF8_NAMES, _HAS_DESCRIPTOR = 0x0800, 0x0008
 MAGIC = b"PK\x03\x04"
 """First bytes of a ``torch.save`` file."""
-_LOCAL = struct.Struct("<IHHHHHIIIHH")
+LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
 _END64 = struct.Struct("<IQHHIIQQQQ")
 _END64_LOCATOR = struct.Struct("<IIQI")
@@ -41,9 +55,9 @@ class Record:
     def header(self) -> bytes:
         """Local header, padded in the extra field ``FB`` so that the data is aligned."""
         name, extra = (_ROOT + self.name).encode(), self._extra
-        padding = -(self.offset + _LOCAL.size + len(name) + len(extra) + 4) % _ALIGNMENT
+        padding = -(self.offset + LOCAL_HEADER.size + len(name) + len(extra) + 4) % _ALIGNMENT
         extra += b"FB" + struct.pack("<H", padding) + b"Z" * padding
-        return _LOCAL.pack(0x04034B50, 0, self._flags, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
+        return LOCAL_HEADER.pack(MAGIC, 0, self._flags, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
 
     def descriptor(self, crc: int) -> bytes:
         """Return the bytes after the data, which hold its CRC32."""
@@ -105,3 +119,57 @@ def end(count: int, size: int, begin: int) -> bytes:
     locator = _END64_LOCATOR.pack(0x07064B50, 0, begin + size, 1)
     few, small, low = min(count, _MOST_ENTRIES), min(size, _MOST), min(begin, _MOST)
     return end64 + locator + _END.pack(0x06054B50, 0, 0, few, few, small, low, 0)
+
+
+class Archive:
+    """Records of a ``torch.save`` file.
+
+    Args:
+        size: Bytes of the file.
+
+    Raises:
+        ValueError: A record is compressed, shares bytes with another record, or lies outside of the file.
+        Exception: The zip is damaged otherwise.
+    """
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file = file
+        with zipfile.ZipFile(file) as archive:
+            members = sorted(archive.infolist(), key=lambda member: member.header_offset)
+        roots = [name.removesuffix(PICKLE) for member in members if (name := member.filename).endswith(f"/{PICKLE}")]
+        if len(roots) > 1:
+            raise ValueError(f"it has more than one {PICKLE}")
+        self.is_of_torch = bool(roots)
+        """False if it is a zip of something else."""
+        self.records: dict[str, tuple[int, int]] = {}
+        """Position and size in bytes of each record, by its name below the root."""
+        expect(file, [(member.header_offset, member.header_offset + LOCAL_HEADER.size) for member in members])
+        end = 0
+        for member in members if roots else ():
+            begin = self._begin_of(member)
+            if member.header_offset < end or begin + member.file_size > size:
+                raise ValueError(f"the record {member.filename} overlaps another record or lies outside the file")
+            end = begin + member.file_size
+            if member.filename.startswith(roots[0]):
+                self.records[member.filename.removeprefix(roots[0])] = begin, member.file_size
+        order = self.read("byteorder").tobytes() if "byteorder" in self.records else b"little"
+        self.is_swapped = order != sys.byteorder.encode()
+        """True if its tensors have the other byte order than this machine."""
+
+    def _begin_of(self, member: zipfile.ZipInfo) -> int:
+        """Return the position of the first byte of a record. Its local header may be longer than the directory says."""
+        self._file.seek(member.header_offset)
+        magic, *_, name, extra = LOCAL_HEADER.unpack(self._file.read(LOCAL_HEADER.size))
+        is_stored = member.compress_type == zipfile.ZIP_STORED and not member.flag_bits & 1
+        if magic != MAGIC or not is_stored or member.compress_size != member.file_size:
+            raise ValueError(f"the record {member.filename} is compressed, encrypted or damaged")
+        return member.header_offset + LOCAL_HEADER.size + int(name) + int(extra)
+
+    def read(self, name: str) -> NDArray[np.uint8]:
+        """Return the bytes of a record. Raises KeyError if it has no such record."""
+        begin, size = self.records[name]
+        content = np.empty(size, np.uint8)
+        self._file.seek(begin)
+        if self._file.readinto(content) != size:  # type: ignore[attr-defined]
+            raise EOFError(f"the record {name} is truncated")
+        return content

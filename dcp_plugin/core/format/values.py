@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp_plugin.core.errors import CheckpointMismatch, UnsafeCheckpoint, size
+from dcp_plugin.core.errors import CheckpointMismatch, UnsafeCheckpoint, first_line, size
 from dcp_plugin.core.format.columns import FACTORIES
-from dcp_plugin.core.format.pickles.unpickler import TENSOR, VALUE, Refused, load_bytes
+from dcp_plugin.core.format.pickles.unpickler import TENSOR, VALUE, load_bytes
+from dcp_plugin.core.format.pickles.walk import Refused
 from dcp_plugin.core.format.torch_archive import MAGIC
 from dcp_plugin.core.paths import public
 from dcp_plugin.core.tensors.kinds import classes_of, copied
@@ -112,7 +113,7 @@ def decode(key: str, data: bytes, allow_pickle: Iterable[str] = (), notes: list[
     except Exception as error:
         raise UnsafeCheckpoint(
             f"the value of {key} cannot be loaded without executing code from the checkpoint, or is damaged "
-            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}). If you trust its origin, pass "
+            f"({first_line(error)}). If you trust its origin, pass "
             f"allow_pickle=({key!r},)."
         ) from error
 

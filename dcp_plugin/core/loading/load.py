@@ -27,8 +27,9 @@ from dcp_plugin.core.planning.reads import ReadPlanner, decoded
 from dcp_plugin.core.ranks.collectives import Attempt, Ranks, pack, said_by_ranks, unpack
 from dcp_plugin.core.records import LoadReport, Match, OpenCheckpoint, ReadPlan
 from dcp_plugin.core.sources import SourceFiles
-from dcp_plugin.core.state.adapters import Place, StateAdapter, adapters_of
+from dcp_plugin.core.state.adapters import StateAdapter
 from dcp_plugin.core.state.module import materialise
+from dcp_plugin.core.state.named_objects import Place, adapters_of
 from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.tensors._torch import sharded_value
 from dcp_plugin.core.tensors._torch_modules import Incompatible
@@ -56,7 +57,7 @@ class _Request:
     save: tuple[str, str]
     selection: str
     many_hosts: int
-    """:attr:`~dcp_plugin.core.media.ReadCost.hosts` of the files."""
+    """:attr:`~dcp_plugin.core.media.medium.ReadCost.hosts` of the files."""
     host: str
     objects: dict[str, str]
     """Name -> kind of each module and optimizer."""

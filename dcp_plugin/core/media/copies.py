@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from dcp_plugin.core.format import DATA_SUFFIX, METADATA, PACKED, packed
-from dcp_plugin.core.media import Medium, NewFile, Readable, Reservation, medium_of, tree
+from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media.medium import Medium, NewFile, Readable, Reservation
+from dcp_plugin.core.media.places import tree
 from dcp_plugin.core.paths import ObjectPath, Where
 
 _PARTIAL = ".partial"
@@ -68,7 +70,7 @@ class CopyTarget:
         """Yield a new file, which gets its name when it is complete and durable.
 
         Args:
-            at_once: As in :meth:`dcp_plugin.core.media.Medium.create`.
+            at_once: As in :meth:`dcp_plugin.core.media.medium.Medium.create`.
             modified: The time that the file gets on a disk: other tools order files by their times.
         """
         incomplete = f"{directory}/{name}{_PARTIAL}"
@@ -95,7 +97,7 @@ class CopyTarget:
 
     def delete_others(self, directory: Where, names: Collection[str]) -> None:
         """Delete the files of an interrupted copy except these, which are complete."""
-        for name in tree(directory, self.medium):
+        for name in tree(self.medium, directory):
             if name not in names:
                 os.unlink(f"{directory}/{name}")
 
@@ -197,7 +199,7 @@ class _Bucket(CopyTarget):
 
     def would_overwrite(self, path: Where) -> bool:
         # Files of another tool keep their names, and files of the same save have the same names.
-        return not self.is_ours or any(self.token in name for name in tree(path))
+        return not self.is_ours or any(self.token in name for name in tree(medium_of(path), path))
 
 
 def copy_target(path: Where, token: str, is_ours: bool) -> CopyTarget:

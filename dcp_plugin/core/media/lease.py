@@ -18,8 +18,9 @@ from typing import Any
 
 from dcp_plugin.core.errors import warn_once
 from dcp_plugin.core.format import json_object
-from dcp_plugin.core.media import InFlight, is_target
 from dcp_plugin.core.media.disk import posix
+from dcp_plugin.core.media.medium import InFlight
+from dcp_plugin.core.media.places import is_target
 from dcp_plugin.core.ranks.launcher import launch_record
 
 _BEAT = 60.0

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from dcp_plugin.core.format import DAMAGED, DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY, json_object
 from dcp_plugin.core.format.packed import END, end_of, folders, has_damaged_end, time_of, token_in
-from dcp_plugin.core.media import Medium, RangedFile, RawRanges, Readable, ReadCost, first_bytes, scatter
+from dcp_plugin.core.media.medium import Medium, RangedFile, RawRanges, Readable, ReadCost, first_bytes, scatter
 from dcp_plugin.core.paths import ObjectPath, Where
 
 _SAME_MOMENT = 60.0
@@ -20,7 +20,7 @@ _TAIL = 64 << 10
 
 
 def packed_view(files: Readable, names: Collection[str]) -> Readable:
-    """Return the files of a checkpoint under their usual names, see :func:`dcp_plugin.core.media.unpacked`.
+    """Return the files of a checkpoint under their usual names, see :func:`dcp_plugin.core.media.places.unpacked`.
 
     Args:
         names: The names that the files have.

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from dcp_plugin.core.media import FileStatus, Medium, files_below, snapshot
+from dcp_plugin.core.media.medium import FileStatus, Medium
+from dcp_plugin.core.media.places import files_below, snapshot
 from dcp_plugin.core.paths import Where
 
 
@@ -38,7 +39,7 @@ class Usage:
 def usage(medium: Medium, path: Where) -> Usage:
     """Return the bytes of the file or of all files at a path. Links are not followed. Raises OSError."""
     is_folder = medium.kind(path) == "folder"
-    entries = [entry for _, entry in files_below(snapshot(path, medium), path)] if is_folder else []
+    entries = [entry for _, entry in files_below(snapshot(medium, path), path)] if is_folder else []
     entries = entries or [entry for entry in medium.entries(path.parent) if entry.path == path]
     names: list[FileStatus] = []
     for entry in entries:

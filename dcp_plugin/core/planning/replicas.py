@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from dcp_plugin.core.errors import some, warn
-from dcp_plugin.core.format.columns import Column, product
+from dcp_plugin.core.format.columns import Column, mixed, product
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.planning.local_inventory import LocalInventory
 from dcp_plugin.core.ranks.collectives import name_of
@@ -51,19 +51,12 @@ def weights_of(
     """
     holders = np.diff(np.flatnonzero(is_first), append=len(rank))
     several = np.flatnonzero(np.repeat(holders > 1, holders) & is_replica)
-    weight, firsts = _mixed(rank[several].astype(np.uint64)) | np.uint64(1), np.flatnonzero(is_first[several])
+    weight, firsts = mixed(rank[several].astype(np.uint64)) | np.uint64(1), np.flatnonzero(is_first[several])
     if len(firsts):
         weight[firsts] -= np.add.reduceat(weight, firsts)
     order = np.argsort(rank[several], kind="stable")
     ends = np.searchsorted(rank[several][order], np.arange(1, world_size))
     return list(zip(np.split(chunk[several][order], ends), np.split(weight[order], ends), strict=True))
-
-
-def _mixed(numbers: Column) -> Column:
-    """Return a hash of each of some 64-bit numbers (the finalizer of splitmix64)."""
-    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(numbers ^ (numbers >> np.uint64(31)))
 
 
 class LocalReplicas:
@@ -101,8 +94,8 @@ class LocalReplicas:
         if not self._places:
             return 0
         words = self._elements(state, path).view(np.uint64)
-        words = _mixed(words + np.arange(1, _SAMPLES + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
-        return int((_mixed(words.sum(axis=1) ^ self._salts) * self._weights).sum())
+        words = mixed(words + np.arange(1, _SAMPLES + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
+        return int((mixed(words.sum(axis=1) ^ self._salts) * self._weights).sum())
 
     def samples(self, state: Flat, path: Where) -> Samples:
         """Return the elements of each replica that are compared."""

@@ -17,7 +17,6 @@ They do not cover the bytes of values, whose lengths may change from save to sav
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from dcp_plugin.core.format.values import WholeItem
 from dcp_plugin.core.planning.global_plan import GlobalPlan, Share, make_global_plan
 from dcp_plugin.core.planning.local_inventory import LocalInventory
 from dcp_plugin.core.ranks.collectives import Ranks, pack, unpack
-from dcp_plugin.core.records import NewItem
+from dcp_plugin.core.records import NewItem, RankPlan
 from dcp_plugin.core.tensors._torch import is_tensor, sharded_value
 from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS, is_stored_whole, narrowed
 from dcp_plugin.core.types import EncodedValue, Flat, LocalChunk, Shape, ShardedValue, Standing
@@ -161,52 +160,37 @@ class _Digests(NamedTuple):
         return cls(plan, description, inventory, doubtful, int.from_bytes(data[:_SUM], "big"))
 
 
-@dataclass(frozen=True)
-class RankPlan:
-    """One rank's view of a plan; ``global_plan`` is None except on rank 0."""
+def items_to_write(plan: RankPlan, state: Flat) -> list[NewItem]:
+    """Return the items that this rank writes by its plan.
 
-    digest: bytes
-    inventory: LocalInventory
-    share: Share
-    global_plan: GlobalPlan | None
+    No DCP objects are made: for small tensors, these would cost more time than the writing.
 
-    @functools.cached_property
-    def replicas(self) -> LocalReplicas:
-        from dcp_plugin.core.planning.replicas import LocalReplicas  # a process alone has none
-
-        return LocalReplicas(self.inventory, self.share.replica, self.share.weight)
-
-    def items(self, state: Flat) -> list[NewItem]:
-        """Return the items that this rank writes.
-
-        No DCP objects are made: for small tensors, these would cost more time than the writing.
-
-        Args:
-            state: The state that the inventory describes.
-        """
-        held: list[NewItem] = []
-        for key, value in state.items():
-            if isinstance(value, EncodedValue):
-                held.append(NewItem(key, value.data))
-                continue
-            for offsets, sizes, tensor in value.chunks:
-                if 0 not in sizes or 0 in value.shape:  # the rule of LocalInventory, so that the numbers agree
-                    held.append(NewItem(key, tensor, offsets, sizes))
-        share = self.share
-        items = [held[number] for number in share.chunk.tolist()]
-        for at, offsets, sizes in zip(share.part.tolist(), share.offsets.tolist(), share.sizes.tolist(), strict=True):
-            key, data, begin, extent = items[at]
-            box = tuple(offsets[: len(extent)]), tuple(sizes[: len(extent)])
-            part = part_of(key, LocalChunk(begin, extent, cast(torch.Tensor, data)), *box, stored_whole=False)
-            items[at] = NewItem(key, part, *box)
-        stored_whole = {key for key, value in state.items() if isinstance(value, ShardedValue) and value.stored_whole}
-        for at, (key, data, *box) in enumerate(items) if stored_whole else ():
-            if key in stored_whole and is_stored_whole(data):
-                try:
-                    items[at] = NewItem(key, WholeItem.of(data), *box)
-                except CheckpointMismatch as error:
-                    raise CheckpointMismatch(f"{key} is {error}") from error
-        return items
+    Args:
+        state: The state that the inventory of the plan describes.
+    """
+    held: list[NewItem] = []
+    for key, value in state.items():
+        if isinstance(value, EncodedValue):
+            held.append(NewItem(key, value.data))
+            continue
+        for offsets, sizes, tensor in value.chunks:
+            if 0 not in sizes or 0 in value.shape:  # the rule of LocalInventory, so that the numbers agree
+                held.append(NewItem(key, tensor, offsets, sizes))
+    share = plan.share
+    items = [held[number] for number in share.chunk.tolist()]
+    for at, offsets, sizes in zip(share.part.tolist(), share.offsets.tolist(), share.sizes.tolist(), strict=True):
+        key, data, begin, extent = items[at]
+        box = tuple(offsets[: len(extent)]), tuple(sizes[: len(extent)])
+        part = part_of(key, LocalChunk(begin, extent, cast(torch.Tensor, data)), *box, stored_whole=False)
+        items[at] = NewItem(key, part, *box)
+    stored_whole = {key for key, value in state.items() if isinstance(value, ShardedValue) and value.stored_whole}
+    for at, (key, data, *box) in enumerate(items) if stored_whole else ():
+        if key in stored_whole and is_stored_whole(data):
+            try:
+                items[at] = NewItem(key, WholeItem.of(data), *box)
+            except CheckpointMismatch as error:
+                raise CheckpointMismatch(f"{key} is {error}") from error
+    return items
 
 
 @dataclass(frozen=True)
@@ -239,7 +223,7 @@ class PlanExchange:
         >>> state = encode_state({"w": torch.ones(2)})
         >>> exchange, ranks, inventory = PlanExchange(), Ranks(), LocalInventory.of_state(state, {})
         >>> answer = ranks.combine("plan", lambda: exchange.claim(inventory), exchange.answer)
-        >>> [item.key for item in exchange.plan("plan", ranks, inventory, answer).items(state)]
+        >>> [item.key for item in items_to_write(exchange.plan("plan", ranks, inventory, answer), state)]
         ['w']
     """
 

@@ -12,7 +12,7 @@ memory of one target directly into the memory of the others.
 
 On one host sharing does not pay, however slow the storage is: the page cache serves the second reader of a byte. With
 an object store sharing always pays, because an object store has no cache. So the medium tells how many hosts must want
-the same bytes before ``"auto"`` shares them (:attr:`~dcp_plugin.core.media.ReadCost.hosts`).
+the same bytes before ``"auto"`` shares them (:attr:`~dcp_plugin.core.media.medium.ReadCost.hosts`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def least_hosts(policy: bool | Literal["auto"], many: int, hosts: int) -> float:
     Args:
         policy: ``io.broadcast`` of the configuration.
         many: Number of hosts from which on ``"auto"`` reads the same bytes once, see
-            :attr:`~dcp_plugin.core.media.ReadCost.hosts`.
+            :attr:`~dcp_plugin.core.media.medium.ReadCost.hosts`.
         hosts: Number of hosts of all ranks together.
     """
     if policy == "auto":

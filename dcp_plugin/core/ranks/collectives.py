@@ -16,8 +16,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from dcp_plugin.core.errors import CheckpointMismatch
-from dcp_plugin.core.ranks.launcher import Launch, this_launch, warn_without_group
+from dcp_plugin.core.ranks.launcher import Launch
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -73,38 +72,12 @@ class Attempt(Generic[T]):
 class Ranks:
     """The ranks of a job: several processes, or this process alone. This base class is the process alone, for which
     ``combine`` and ``scatter`` are plain calls; :class:`~dcp_plugin.core.ranks.rank_group.RankGroup` is several
-    processes."""
+    processes. :func:`~dcp_plugin.core.ranks.groups.of_default_group` returns the one or the other."""
 
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
         self.launch: Launch | None = None
         """The launch of this process, if its processes are several and have no process group; else None."""
-
-    @classmethod
-    def of_default_group(cls, timeout: float, patience: float | None = None) -> Ranks:
-        """Put all ranks of the default process group into a new gloo group; without one, return this process alone.
-        Warn if its launcher has started several processes.
-
-        Collective.
-
-        Args:
-            timeout: Seconds after which a collective of the group fails.
-            patience: Seconds to wait for the first meeting; ``timeout`` if omitted.
-
-        Raises:
-            RankFailure: Ranks do not join within the timeout. The message names them.
-        """
-        alone = cls()
-        if not (dist.is_available() and dist.is_initialized()):
-            alone.launch = this_launch()
-            if alone.launch is not None:
-                warn_without_group(alone.launch)
-            return alone
-        if dist.get_world_size() == 1:
-            return alone
-        from dcp_plugin.core.ranks.rank_group import RankGroup  # a process alone needs no collectives
-
-        return RankGroup.joined(timeout, patience)
 
     @property
     def usable(self) -> bool:
@@ -177,71 +150,3 @@ def name_of(ranks: list[int]) -> str:
             spans.append([rank])
     names = ["-".join(map(str, span)) for span in spans[:8]]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(names)}{', …' if len(spans) > 8 else ''}"
-
-
-class RankGroups:
-    """The groups of one checkpointer: the group of saves, and a second group for calls while saves are in flight.
-
-    Args:
-        settings: The settings that must be equal on every rank, by name.
-        timeout: Timeout of each group, in seconds.
-        solo: True if this process acts alone, without groups.
-        aside: True if calls communicate while saves are in flight, which requires the second group.
-    """
-
-    def __init__(self, settings: dict[str, Any], timeout: float, solo: bool, aside: bool) -> None:
-        self._settings, self._timeout, self.solo, self._needs_aside = settings, timeout, solo, aside
-        self.known: Ranks | None = None  # the group of saves; None before the first use
-        self._aside: Ranks | None = None
-
-    @property
-    def held(self) -> int:
-        """Number of groups to leave: those of several processes, unless the default group is gone."""
-        return sum(ranks is not None and ranks.size > 1 and ranks.usable for ranks in (self.known, self._aside))
-
-    def main(self) -> Ranks:
-        """Return the group of saves. It is made at the first use, and again after a failure or with a new default
-        group. Collective."""
-        if self.solo:
-            return Ranks()
-        if self.known is None or not self.known.usable:
-            ranks = Ranks.of_default_group(self._timeout)
-            try:
-                ranks.combine("compare the configurations", lambda: self._settings, _refuse_differences)
-            except Exception:
-                ranks.close()
-                raise
-            self.known = ranks
-        return self.known
-
-    def front(self) -> Ranks:
-        """Return the group in which the calling thread may communicate while saves are in flight. Collective."""
-        if self.solo or not self._needs_aside:
-            return self.main()
-        if self.known is None:
-            self.main()  # first, since it compares the configurations
-        if self._aside is None or not self._aside.usable:
-            self._aside = Ranks.of_default_group(self._timeout)
-        return self._aside
-
-    def close(self) -> None:
-        """Leave both groups."""
-        for ranks in (self.known, self._aside):
-            if ranks is not None:
-                ranks.close()
-        self.known = self._aside = None
-
-
-def _refuse_differences(settings: list[dict[str, Any]]) -> None:
-    """Check that all ranks have the same settings. With different settings, ranks would wait for each other in
-    different collectives.
-
-    Raises:
-        CheckpointMismatch: Settings differ. The message names the first rank that differs from rank 0.
-    """
-    for rank, other in enumerate(settings):
-        differ = [
-            f"{name}={settings[0][name]!r} and {value!r}" for name, value in other.items() if value != settings[0][name]
-        ]
-        if differ:
-            raise CheckpointMismatch(f"rank 0 and rank {rank} are configured differently: {', '.join(differ)}")

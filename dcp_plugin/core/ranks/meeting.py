@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from dcp_plugin.core.errors import RankFailure, some
+from dcp_plugin.core.errors import RankFailure, first_line, some
 from dcp_plugin.core.ranks import calls
 from dcp_plugin.core.ranks.calls import current_call
 from dcp_plugin.core.tensors._torch import default_store
@@ -90,7 +90,7 @@ def within_timeout(requests: Callable[[], T], timeout: float, grace: Callable[[]
         return answer.result()
     if isinstance(failure, RankFailure):
         raise failure
-    reason = (str(failure).strip() or type(failure).__name__).splitlines()[0]
+    reason = first_line(failure)
     raise RankFailure(
         f"rank {rank} could not meet the other ranks: the store of the process group failed ({reason}). {_HOST} has "
         f"ended, or the process group has no real ranks."

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_plugin.core import errors
-from dcp_plugin.core.errors import CheckpointError, CheckpointMismatch, RankFailure, some
+from dcp_plugin.core.errors import CheckpointError, CheckpointMismatch, RankFailure, first_line, some
 from dcp_plugin.core.ranks.calls import Call, current_call, together, verb_of
 from dcp_plugin.core.ranks.collectives import Attempt, Ranks, by_text, name_of
 from dcp_plugin.core.ranks.meeting import meet
@@ -76,7 +76,7 @@ class RankGroup(Ranks):
 
     @classmethod
     def joined(cls, timeout: float, patience: float | None) -> RankGroup:
-        """Return a new group, see :meth:`Ranks.of_default_group`."""
+        """Return a new group, see :func:`~dcp_plugin.core.ranks.groups.of_default_group`."""
         with _making_group:
             meet(timeout if patience is None else patience)
             try:
@@ -296,15 +296,11 @@ def _naming(rank: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RuntimeError(f"rank {rank}: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RuntimeError(f"rank {rank}: {first_line(error)}") from error
 
 
 def _lost(rank: int, step: str, timeout: float, error: Exception) -> RankFailure:
-    reason = _first_line(error)
+    reason = first_line(error)
     reason += "" if reason.endswith((".", "?")) else "."
     return RankFailure(
         f"rank {rank} lost another rank while the ranks had to {step} (limit {timeout:g} s): {reason} A rank died, "

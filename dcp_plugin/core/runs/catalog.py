@@ -18,12 +18,13 @@ from dcp_plugin.core.config import CheckpointConfig
 from dcp_plugin.core.errors import CheckpointError, CheckpointNotFound, CheckpointUnreadable, some, warn
 from dcp_plugin.core.format import SUMMARY, exists
 from dcp_plugin.core.format.summary import OtherFormat
-from dcp_plugin.core.media import is_workspace, medium_of
+from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media.places import is_workspace
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path, public
 from dcp_plugin.core.runs.foreign import RESUMABLE, Saved
 from dcp_plugin.core.runs.scan import Patience, Scan, age_of, cannot_read
 from dcp_plugin.core.sources import source_of
-from dcp_plugin.core.storage.published import check_complete
+from dcp_plugin.core.storage.published import check_if_ours
 from dcp_plugin.core.types import CheckpointState
 
 T = TypeVar("T")
@@ -90,7 +91,10 @@ def _damage_of(path: Where) -> str:
         CheckpointUnreadable: The file system fails to read it.
     """
     try:
-        check_complete(path)
+        if not check_if_ours(path):
+            from dcp_plugin.core.storage.open import open_checkpoint  # other tools' tables of contents need torch
+
+            open_checkpoint(path, check=True).close()
     except OtherFormat as error:
         error.add_note("To go on from an older checkpoint all the same, name it: resume=PATH.")
         raise

@@ -14,17 +14,10 @@ from typing import Any
 
 from dcp_plugin.core.errors import CheckpointError
 from dcp_plugin.core.format import has_traces
-from dcp_plugin.core.media import (
-    Listed,
-    Medium,
-    is_workspace,
-    medium_of,
-    other_format_at,
-    refuse_to_replace_other_format,
-    snapshot,
-    uncommitted_reason,
-)
+from dcp_plugin.core.media.choice import medium_of, uncommitted_reason
+from dcp_plugin.core.media.medium import Listed, Medium
 from dcp_plugin.core.media.packed_view import time_from_names
+from dcp_plugin.core.media.places import is_workspace, other_format_at, refuse_to_replace_other_format, snapshot
 from dcp_plugin.core.paths import PathLike, Where, as_path, is_link
 from dcp_plugin.core.retention import Retention
 from dcp_plugin.core.runs.catalog import step_in_name
@@ -100,7 +93,7 @@ def refuse_other_things(path: Where) -> None:
             f"{path} is no checkpoint, and is not deleted. Name a checkpoint: dcp_plugin.list_checkpoints(root) has "
             f"those below a directory."
         )
-    if error := other_format_at(path):
+    if error := other_format_at(path, medium_of(path).open(path)):
         raise CheckpointError(f"{path} is not deleted: {error}") from error
 
 
@@ -137,7 +130,7 @@ def link(path: PathLike, target: PathLike) -> None:
             raise CheckpointError(
                 f"{where} is no checkpoint, and stays as it is: a link to {target} may not replace it. Move it away."
             )
-        refuse_to_replace_other_format(where)
+        refuse_to_replace_other_format(where, medium_of(where).open(where))
     medium_of(where).link(where, as_path(target))
 
 
@@ -152,7 +145,7 @@ def _states_in(folder: Where, by_names: bool) -> dict[Where, CheckpointState]:
         OSError: The folder cannot be listed.
     """
     patience = Patience()
-    medium = snapshot(folder)  # the client of a store repeats requests by itself
+    medium = snapshot(medium_of(folder), folder)  # the client of a store repeats requests by itself
 
     def look(entry: Listed[Any]) -> CheckpointState | None:
         with suppress(CheckpointError, OSError, ValueError):

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import posixpath
 import re
-import struct
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from itertools import groupby
 
 from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointError, CheckpointUnreadable, damage_in
 from dcp_plugin.core.format import NUMBERED, Files, is_of_other_tool
-from dcp_plugin.core.format.torch_archive import MAGIC
+from dcp_plugin.core.format.torch_archive import LOCAL_HEADER, MAGIC
 from dcp_plugin.core.paths import Where, as_path
 
 LIGHTNING, ACCELERATE, TRANSFORMERS, OTHERS = "Lightning", "Accelerate", "transformers", "torch.save"
@@ -47,7 +46,6 @@ _OF_ACCELERATE = {"optimizer.bin", "scheduler.bin", "optimizer_0"}
 _NO_OPTIMIZER = "it has weights, and no optimizer to go on with"
 
 _PICKLED = re.compile(rb"[^\0]+/data\.pkl")
-_FIRST_RECORD = struct.Struct("<4s22xHH")
 _USUAL = (".ckpt", ".pt", ".pth", ".bin", ".tar", "")
 _MOST_OPENED = 1_000
 """Number of files in a directory that are opened under any name; further files need a usual suffix."""
@@ -186,10 +184,10 @@ def _may_be_torch_save(files: Files, name: str) -> bool:
 def _begins_like_torch_save(files: Files, name: str) -> bool:
     with files.open(name) as file:
         head = file.read(1 << 10)
-    if len(head) < _FIRST_RECORD.size:
+    if len(head) < LOCAL_HEADER.size:
         return False
-    magic, length, _ = _FIRST_RECORD.unpack_from(head)
-    record = head[_FIRST_RECORD.size : _FIRST_RECORD.size + length]
+    magic, *_, length, _ = LOCAL_HEADER.unpack_from(head)
+    record = head[LOCAL_HEADER.size : LOCAL_HEADER.size + length]
     return magic == MAGIC and _PICKLED.fullmatch(record) is not None
 
 

@@ -25,8 +25,10 @@ from typing import Any, TypeVar
 from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointError, CheckpointUnreadable, damage_in, unreadable
 from dcp_plugin.core.format import has_traces, uncommitted_reason
 from dcp_plugin.core.format.summary import OtherFormat
-from dcp_plugin.core.media import Listed, Readable, is_workspace, locate, snapshot
+from dcp_plugin.core.media.choice import locate, medium_of
+from dcp_plugin.core.media.medium import Listed, Readable
 from dcp_plugin.core.media.packed_view import time_from_names
+from dcp_plugin.core.media.places import is_workspace, snapshot
 from dcp_plugin.core.paths import Where, is_link
 from dcp_plugin.core.runs.foreign import Saved, in_order, saved_as_files, saved_as_folder
 from dcp_plugin.core.storage.published import in_one_view, summary_in
@@ -192,7 +194,7 @@ class Scan:
         self._read: dict[object, Any] = {}
         """Results of reads in earlier rounds, by path and number of the entry."""
         try:
-            self.medium = snapshot(root)
+            self.medium = snapshot(medium_of(root), root)
         except OSError as error:
             raise unreadable(f"{root} cannot be listed", error) from error
         folders: object = None

@@ -1,11 +1,22 @@
 """Stages of one save, from record to record (:mod:`dcp_plugin.core.records`).
 
-No collective runs in gathering and staging, except in FSDP1's own code. A failure of one rank in them continues as an
-:class:`~dcp_plugin.core.ranks.collectives.Attempt` until all ranks meet. The ranks of a save meet twice: to plan, and
-after all have written, to learn that the checkpoint is published. They meet once more for a plan that differs from the
-last one, as the first plan of a ``Checkpointer`` does; once or twice more if state that should be equal on all ranks
-differs; and once to agree on the keys to leave out. The writer has made their process group before
-(:mod:`dcp_plugin.core.saving.writers`).
+A writer (:mod:`dcp_plugin.core.saving.writers`) makes the process group, and then calls the stages in this order:
+
+1. :meth:`SavePipeline.gather`.
+2. :meth:`SavePipeline.stage_in_place` if the caller waits for the save, otherwise the copy of
+   :mod:`dcp_plugin.core.staging.host_copy`.
+3. :meth:`SavePipeline.plan_write_publish`. The keeper's writer calls :meth:`SavePipeline.leave_out` and
+   :meth:`SavePipeline.plan` instead, and hands the plan over.
+
+No collective runs before the plan, except in FSDP1's own code. A failure of one rank before the plan continues as an
+:class:`~dcp_plugin.core.ranks.collectives.Attempt` until all ranks meet.
+
+The ranks of a save meet twice: to plan, and after all have written, to learn that the checkpoint is published. These
+cases need more meetings:
+
+- Keys may be left out: one, to agree on them.
+- The plan differs from the last one, as the first plan of a ``Checkpointer`` does: one.
+- State that should be equal on all ranks differs: one or two.
 """
 
 from __future__ import annotations
@@ -25,13 +36,14 @@ from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.summary import plain_metrics
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.planning.local_inventory import Holdings, LocalInventory
-from dcp_plugin.core.planning.save import PlanAnswer, PlanExchange, RankPlan, differ, encode_state, in_table_order
+from dcp_plugin.core.planning.save import PlanAnswer, PlanExchange, differ, encode_state, in_table_order, items_to_write
 from dcp_plugin.core.ranks.collectives import Attempt, Ranks
 from dcp_plugin.core.records import (
     GatheredState,
     LiveState,
     LoadReport,
     OpenCheckpoint,
+    RankPlan,
     SavePlan,
     SaveRequest,
     Spent,
@@ -40,9 +52,9 @@ from dcp_plugin.core.records import (
     WrittenPart,
 )
 from dcp_plugin.core.runs import figures
-from dcp_plugin.core.state.adapters import (
+from dcp_plugin.core.state.adapters import StateAdapter
+from dcp_plugin.core.state.named_objects import (
     Place,
-    StateAdapter,
     adapters_of,
     gather_state,
     layouts_of,
@@ -64,10 +76,10 @@ logger = logging.getLogger("dcp_plugin")
 
 
 class SavePipeline:
-    """Pipeline that plans, writes and publishes one save after another.
+    """Stages of the saves of one checkpointer, which run one after another.
 
-    It remembers two things to make the next save cheaper: the plan, and the data that has not changed since the last
-    checkpoint.
+    The pipeline remembers two things to make the next save cheaper: the plan, and the data that has not changed since
+    the last checkpoint.
     """
 
     def __init__(self, config: CheckpointConfig) -> None:
@@ -150,8 +162,10 @@ class SavePipeline:
         return GatheredState(kept, details)
 
     def _replicas(self, leaves: Mapping[str, Any], live: LiveState, parts: list[StateAdapter]) -> frozenset[str]:
-        """Return the keys of parameters and of optimizer state. They follow from the keys of all leaves, so the modules
-        are walked only if these have changed."""
+        """Return the keys of parameters and of optimizer state.
+
+        They follow from the keys of all leaves. So the modules are walked only if the keys of all leaves have changed.
+        """
         keys, replicas = self._module_keys
         if leaves.keys() != keys:
             replicas = replica_keys(leaves, parts, live.kinds, live.owners)
@@ -166,7 +180,7 @@ class SavePipeline:
         """Return the staged state without a copy, for a save whose caller waits until it is written."""
         return StagedState(self.encode(gathered.leaves), gathered.details, layouts_of(gathered.leaves))
 
-    def run(
+    def plan_write_publish(
         self,
         publication: Publication,
         request: SaveRequest,
@@ -221,9 +235,9 @@ class SavePipeline:
         return event
 
     def leave_out(self, request: SaveRequest, staged: Attempt[StagedState], ranks: Ranks) -> Attempt[StagedState]:
-        """Remove the keys to leave out. Collective, if any may be left out.
+        """Remove the keys that ``trainable_only`` leaves out. Collective, unless nothing can be left out.
 
-        The keys that ``exclude`` names are not in the state any more: :meth:`gather` has left them out.
+        The keys that ``exclude`` names are not in the state: :meth:`gather` has left them out.
         """
         if self.selection is None:
             return staged
@@ -243,8 +257,9 @@ class SavePipeline:
         """Plan which items this rank writes, and where. Collective.
 
         Args:
-            reserve: Function that reserves the directory of the save. Rank 0 calls it after all ranks have arrived, so
-                that ranks with different calls are refused before any file is written; and again after a difference.
+            reserve: Function that reserves the directory of the save. Rank 0 calls it after all ranks have arrived:
+                ranks with different calls are refused before any file is written. If the ranks plan again, rank 0
+                calls it again.
         """
 
         def describe() -> tuple[Flat, LocalInventory]:
@@ -286,8 +301,11 @@ class SavePipeline:
     def _has_drifted(
         self, step: str, request: SaveRequest, plan: RankPlan, state: Flat, answered: PlanAnswer, ranks: Ranks
     ) -> bool:
-        """Return whether replicas differ, and remember them. Rank 0 warns of them. They are not compared again.
-        Collective, unless the ranks have remembered the plan and their replicas are equal."""
+        """Return whether replicas differ. Collective, unless the ranks have remembered the plan and their replicas are
+        equal.
+
+        Rank 0 warns of replicas that differ. The pipeline remembers them, and does not compare them again.
+        """
         from dcp_plugin.core.planning import replicas  # a process alone has nothing to compare
 
         def report(of_ranks: list[Samples]) -> Drift:
@@ -313,7 +331,7 @@ class SavePipeline:
         config = self._config
         writer = PartWriter(request.path, publication.medium, config.io.threads, self.reuse)
         began = time.monotonic()
-        written = writer.write(plan.rank_plan.items(plan.state), plan.rank, plan.directory, plan.frozen)
+        written = writer.write(items_to_write(plan.rank_plan, plan.state), plan.rank, plan.directory, plan.frozen)
         return replace(written, spent=Spent(request.blocked_seconds, staging_seconds, time.monotonic() - began))
 
     def _publish(
@@ -362,7 +380,7 @@ class SavePipeline:
 
         Args:
             objects: The modules and optimizers of all ranks, see
-            :class:`~dcp_plugin.core.planning.global_plan.GlobalPlan`.
+                :class:`~dcp_plugin.core.planning.global_plan.GlobalPlan`.
         """
         return Facts(
             step=request.step,

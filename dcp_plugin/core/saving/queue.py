@@ -1,8 +1,8 @@
 """Asynchronous saves: their handles, their threads, and the order in which they run.
 
-Each asynchronous save is one thread, which finishes the copy to host memory and writes. The next save begins when that
-thread runs no more collectives. So the saves of a checkpointer run their collectives one after another, in the same
-order on all ranks.
+Each asynchronous save has one thread. The writer gives the thread a function with the stages of the save. The next save
+begins when that thread runs no more collectives. So the saves of a checkpointer run their collectives one after
+another, in the same order on all ranks.
 
 The speed of a rank's thread must not decide whether the rank raises: the other ranks would continue into collectives
 that the rank never joins. So errors of earlier saves are raised only after every rank has waited for the same saves.
@@ -21,20 +21,18 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TypeVar
 
 from dcp_plugin.core import events
 from dcp_plugin.core.errors import CheckpointError, SaveFailed
 from dcp_plugin.core.interrupts import interrupts_held
 from dcp_plugin.core.paths import Where
+from dcp_plugin.core.ranks.calls import Call, together
 from dcp_plugin.core.tensors._torch import before_threads_end
 from dcp_plugin.core.types import public_class
 
 logger = logging.getLogger("dcp_plugin")
 
 THREAD = "dcp-save"
-
-T = TypeVar("T")
 
 
 @public_class()
@@ -60,8 +58,10 @@ class SaveHandle:
         self.skipped = False
         """True if the save was skipped, because another one was in flight (``when_busy="skip"``)."""
         self._finished: events.SaveFinished | None = None
-        self._staged = threading.Event()
+        self._is_staged = False
+        self._copy_ended = threading.Event()
         self._handed_over = threading.Event()
+        self._written = threading.Event()
         self._local = threading.Event()
         self._local_error: Exception | None = None
         self._done = threading.Event()
@@ -70,16 +70,22 @@ class SaveHandle:
         self._callbacks: deque[Callable[[events.SaveFinished], object]] = deque()
 
     def staged(self) -> bool:
-        """Return whether training may change the state again. True when ``save`` returns, unless staging is lazy."""
-        return self._staged.is_set()
+        """Return whether the state is copied, so that training may change it.
+
+        True when ``save`` returns, unless staging is lazy. A copy that failed is never staged: training may change the
+        state at once, and :meth:`wait` raises the error. :meth:`wait_staged` waits for either.
+        """
+        return self._is_staged
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Wait until the state may be changed in any way. Steps of optimizers wait by themselves.
+        """Wait until the state may be changed in any way: it is copied, or the copy has failed.
+
+        Steps of optimizers wait by themselves.
 
         Raises:
             TimeoutError: The state is still being copied after ``timeout`` seconds.
         """
-        if not self._staged.wait(timeout):
+        if not self._copy_ended.wait(timeout):
             raise TimeoutError(f"the state for {self.path} has not been copied within {timeout} s; the copy goes on")
 
     def wait_local(self, timeout: float | None = None) -> None:
@@ -178,18 +184,15 @@ class RunningSave(SaveHandle):
         """Event of the published checkpoint; None before that, and for a save that failed or was skipped."""
         return self._finished
 
+    @property
+    def copy_ended(self) -> threading.Event:
+        """Event that is set once the state is copied, or will not be copied any more."""
+        return self._copy_ended
+
     def wait_turn(self) -> None:
         """Wait until the save is handed over to a keeper, or has ended. Then it runs no more collectives, and the next
         save may run its own."""
         self._handed_over.wait()
-
-    def recoverable(self) -> bool:
-        """Return whether a load would find the save, or the save has failed."""
-        return self._local.is_set()
-
-    def wait_recoverable(self) -> None:
-        """Wait until a load would find the save, or the save has failed. Raise nothing."""
-        self._local.wait()
 
     def wait_done(self, timeout: float | None = None) -> bool:
         """Wait until the save has ended. Raise nothing.
@@ -199,13 +202,19 @@ class RunningSave(SaveHandle):
         """
         return self._done.wait(timeout)
 
-    def set_staged(self) -> None:
-        """Mark the state as copied."""
-        self._staged.set()
+    def set_staged(self, error: Exception | None = None) -> None:
+        """Mark the state as copied, or with ``error`` the copy as failed. Training goes on in both cases."""
+        if not self._copy_ended.is_set():
+            self._is_staged |= error is None  # a forked process ends a save again whose copy was complete
+            self._copy_ended.set()
 
     def set_handed_over(self) -> None:
         """Mark the save as handed over to a keeper."""
         self._handed_over.set()
+
+    def set_written(self) -> None:
+        """Mark the host copy as written."""
+        self._written.set()
 
     def set_local(self, error: Exception | None = None) -> None:
         """Mark the save as complete locally, or with ``error`` as failed there."""
@@ -238,8 +247,8 @@ class RunningSave(SaveHandle):
 
         The thread events are new, because they may have been locked at the fork.
         """
-        self._staged, self._done, self._local = threading.Event(), threading.Event(), threading.Event()
-        self._handed_over = threading.Event()
+        self._copy_ended, self._done, self._local = threading.Event(), threading.Event(), threading.Event()
+        self._handed_over, self._written = threading.Event(), threading.Event()
         self.set_failed(
             SaveFailed(
                 f"the process from which this process was forked is saving {self.path}; only that process can wait for "
@@ -249,8 +258,9 @@ class RunningSave(SaveHandle):
 
     def _end(self) -> None:
         self._callbacks.clear()
-        self._staged.set()
+        self.set_staged(self._error)
         self._handed_over.set()
+        self._written.set()
         self.set_local(self._error)
         self._done.set()
 
@@ -288,14 +298,24 @@ class SaveQueue:
         return [handle for handle in saves if not handle.done()]
 
     @property
+    def is_free(self) -> bool:
+        """True if the next save would begin without waiting for an earlier one."""
+        return all(handle._written.is_set() for handle in self.handles)
+
+    @property
     def is_saving(self) -> bool:
         """True while a save is in flight that a restart would not find yet."""
-        return any(not handle.recoverable() for handle in self.in_flight)
+        return any(not handle._local.is_set() for handle in self.in_flight)
 
     def wait_recoverable(self) -> None:
         """Wait until a load would find every save in flight, or the save has failed. Raise nothing."""
         for handle in self.handles:
-            handle.wait_recoverable()
+            handle._local.wait()
+
+    def wait_written(self) -> None:
+        """Wait until every host copy is written, or its save has ended. Then the next save may overwrite the copy."""
+        for handle in self.handles:
+            handle._written.wait()
 
     @contextmanager
     def call(self, action: str) -> Iterator[None]:
@@ -353,29 +373,31 @@ class SaveQueue:
     def start(
         self,
         handle: RunningSave,
-        copy: Callable[[], T],
-        write: Callable[[T], events.SaveFinished],
+        call: Call,
+        save: Callable[[], events.SaveFinished],
         in_keeper: bool = False,
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
-        """Run ``copy`` in a thread, and ``write`` with its result.
+        """Run ``save`` in a thread, as a part of ``call``, and end the save with its result or its error.
 
-        ``copy`` ends with :meth:`RunningSave.set_staged`. Its result includes its failure, so that ``write`` raises the
-        failure on all ranks. With ``in_keeper`` the save continues without this process after the handover.
-        ``on_start`` is called when the save is entered, while SIGINT is held back.
+        If no thread can be started, ``save`` runs in this call, since the other ranks wait for this rank.
 
-        If this call raises, the save is either among :attr:`handles` and continues, on Ctrl-C for example; or neither
-        function runs.
+        If this call raises, on Ctrl-C for example, one of two things holds. The save is among :attr:`handles`, and goes
+        on. Or ``save`` does not run.
+
+        Args:
+            call: The call whose collectives ``save`` runs.
+            in_keeper: True if the save goes on without this process after the handover.
+            on_start: Called when the save is entered into :attr:`handles`, while SIGINT is held back.
         """
         returning = threading.Event()
 
         def run() -> None:
             returning.wait(0.1)  # else the thread takes the GIL while thread.start() waits for it
             try:
-                staged = copy()
-                if thread.ident is not None:
-                    _let_training_go_first()
-                handle.set_published(write(staged))
+                with together(call):
+                    event = save()
+                handle.set_published(event)
             except BaseException as error:  # otherwise callers would wait forever
                 failure = _as_exception(error, handle.path)
                 try:
@@ -397,7 +419,7 @@ class SaveQueue:
                 pass
             finally:
                 returning.set()
-        if thread.ident is None:  # the other ranks must not wait for this one
+        if thread.ident is None:
             run()
 
     def wait_for_all(self) -> list[RunningSave]:
@@ -483,12 +505,16 @@ def _without_our_frames(failure: Exception) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _let_training_go_first() -> None:
-    """Schedule this thread, and the threads that it starts, so that they do not preempt a running thread.
+def let_training_go_first() -> None:
+    """Schedule the thread of a save, and the threads that it starts, so that they do not preempt a running thread.
 
     Without this the thread would preempt the training after each write. A lower priority would do more harm: on busy
     cores a thread that rarely runs keeps the GIL while it does not run, and the training waits for the GIL.
+
+    A save calls this after its copy, for which the training may be waiting.
     """
+    if threading.current_thread().name != THREAD:  # no thread could be started: this is a thread of the training
+        return
     with suppress(AttributeError, OSError):  # not on Linux, or not permitted
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 

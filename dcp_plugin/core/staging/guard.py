@@ -1,23 +1,25 @@
 """Hooks that delay changes of the state while it is being copied: optimizer steps and ``load_state_dict``.
 
-A lazy save returns before its copy is complete. Until then, every step of every ``torch.optim.Optimizer`` waits. This
-includes optimizers that are not saved, since they may train the same memory under other parameters. The first lazy save
-of a process registers the step hook, which stays registered; without a copy under way it does nothing. Modules have
-their load hooks only during the copy.
+A lazy save returns before its copy is complete. Until the copy has ended, every step of every ``torch.optim.Optimizer``
+waits. Optimizers that are not saved wait as well, since they may train the same memory under other parameters. The
+first lazy save of a process registers the step hook, which stays registered. Without a copy under way the hook does
+nothing. Modules have their load hooks only during the copy.
 
-An optimizer of torch changes nothing before it has called its closure. The wait therefore comes after the closure, in
-which Lightning runs the complete forward and backward pass. Other optimizers, such as SAM, may change weights earlier.
+An optimizer of torch changes nothing before it has called its closure. So the step waits after the closure, in which
+Lightning runs the complete forward and backward pass. Other optimizers, such as SAM, may change weights earlier. So
+their step waits before the closure.
 
-The hooks are functions of this module and not methods, so a module can be copied or pickled while it has a hook. The
-training thread removes the hooks: removal in another thread could happen while the training thread iterates over them.
+The hooks are functions of this module and not methods, so a module can be copied or pickled while it has a hook. Only
+the training thread removes the hooks: another thread could remove them while the training thread iterates over them.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,44 +28,38 @@ from torch.utils.hooks import RemovableHandle
 
 from dcp_plugin.core.tensors._torch_modules import is_of_torch
 
-
-class Staging(Protocol):
-    """A save whose state is being copied. An interrupted or failed save counts as staged."""
-
-    def staged(self) -> bool: ...
-
-    def wait_staged(self) -> None: ...
-
-
-_under_way: list[tuple[Staging, list[RemovableHandle]]] = []
-"""The saves whose state is being copied, and their hooks on modules."""
+_under_way: list[tuple[threading.Event, list[RemovableHandle]]] = []
+"""The copies under way: the event of their end, and their hooks on modules."""
 os.register_at_fork(after_in_child=_under_way.clear)  # a forked child has no copying thread and would wait forever
 
 
-def delay_changes(modules: Iterable[nn.Module], save: Staging) -> None:
-    """Let changes of the state wait until ``save`` is staged.
+def delay_changes(modules: Iterable[nn.Module], ended: threading.Event) -> None:
+    """Let changes of the state wait for a copy.
 
     Args:
         modules: Modules whose ``load_state_dict`` also waits, whether called directly or for an outer module.
+        ended: Event that is set when the copy is complete, and also when the copy or its save has failed.
     """
     _hold_back_steps()
     take_off_hooks()
-    hooks = [module.register_load_state_dict_pre_hook(_before_load) for module in modules]  # type: ignore[no-untyped-call]
-    _under_way.append((save, hooks))
+    hooks: list[RemovableHandle] = []
+    _under_way.append((ended, hooks))  # first: a module may refuse its hook, and the earlier hooks must come off
+    for module in modules:
+        hooks += [module.register_load_state_dict_pre_hook(_before_load)]  # type: ignore[no-untyped-call]
 
 
 def wait_until_copied() -> None:
     """Wait for every copy under way in this process. Called before parameters change."""
-    for save, _ in tuple(_under_way):
-        save.wait_staged()
+    for ended, _ in tuple(_under_way):
+        ended.wait()
     take_off_hooks()
 
 
 def take_off_hooks() -> None:
-    """Remove the hooks of finished copies. Called in the training thread only."""
+    """Remove the hooks of copies that have ended. Called in the training thread only."""
     for entry in tuple(_under_way):
-        save, hooks = entry
-        if save.staged():
+        ended, hooks = entry
+        if ended.is_set():
             for hook in hooks:
                 hook.remove()
             _under_way.remove(entry)
@@ -96,5 +92,5 @@ def _and_wait(closure: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _before_load(module: nn.Module, *args: Any) -> None:
-    for save, _ in tuple(_under_way):
-        save.wait_staged()  # no take_off_hooks() here: torch is iterating over the module's hooks
+    for ended, _ in tuple(_under_way):
+        ended.wait()  # no take_off_hooks() here: torch is iterating over the module's hooks

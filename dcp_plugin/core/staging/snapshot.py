@@ -31,7 +31,7 @@ import torch
 
 from dcp_plugin.core.errors import CheckpointMismatch, SaveFailed, some
 from dcp_plugin.core.format.values import PLAIN
-from dcp_plugin.core.media import IN_PLACE, PAGE
+from dcp_plugin.core.media.medium import IN_PLACE, PAGE
 from dcp_plugin.core.tensors._torch import DTensor, version_of
 from dcp_plugin.core.tensors.host_memory import address_of, bytes_at, host_bytes, is_plain_memory
 from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS, copied, memory_of, require_memory
@@ -140,7 +140,7 @@ class Snapshot:
         written.update(
             pending.key for pending in later if _versions_of(pending.leaf, pending.memory) != pending.versions
         )
-        self.changed = [pending.key for pending in later if pending.key in written]
+        self.changed += [pending.key for pending in later if pending.key in written]
         if self.changed:
             raise SaveFailed(
                 f"{some(self.changed, 5)} changed while the save copied it, and not by an optimizer step. Save with "

@@ -82,12 +82,9 @@ def load_into(
     """
     reshard(module)
     own, paths = own_state_dict(optimizer), paths or {}
-    if not isinstance(own, OwnLayout):
-        return OptimizerLoad(module, optimizer, stored, paths, own)
-    has_groups = any(key.startswith(f"{GROUPS}.") for key in stored) and groups_of(optimizer)
-    if has_groups and flatten_tree(own, walked_as_stored(stored))[0].keys().isdisjoint(stored):
-        return OptimizerLoad(module, optimizer, stored, paths, own=None)  # saved before this package stored own layouts
-    return OwnLayoutLoad(module, optimizer, own, stored, paths)
+    if isinstance(own, OwnLayout):
+        return OwnLayoutLoad(module, optimizer, own, stored, paths)
+    return OptimizerLoad(module, optimizer, stored, paths, own)
 
 
 def may_be_another(optimizer: torch.optim.Optimizer, recorded: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from dcp_plugin.core import media
 from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointIncomplete, damage_in
 from dcp_plugin.core.format import (
     INDEX,
@@ -20,7 +19,9 @@ from dcp_plugin.core.format import (
 from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.summary import MAX_SIZE, Summary
 from dcp_plugin.core.interrupts import collector_paused
-from dcp_plugin.core.media import Readable, locate, medium_of
+from dcp_plugin.core.media import choice
+from dcp_plugin.core.media.choice import locate, medium_of
+from dcp_plugin.core.media.medium import Readable
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.records import OpenCheckpoint
 from dcp_plugin.core.storage.published import (
@@ -116,7 +117,7 @@ def _open_held(path: Where, files: Readable, salvage: bool) -> OpenCheckpoint:
         names = [name.rstrip("/") for name in files.names()]
         reason = uncommitted_reason(names)
     except OSError:
-        names, reason = [], media.uncommitted_reason(path)
+        names, reason = [], choice.uncommitted_reason(path)
         if not reason:
             raise HasCome(f"{path} has just come") from None
     if salvage and has_lost_a_table(names):
@@ -128,11 +129,12 @@ def _open_held(path: Where, files: Readable, salvage: bool) -> OpenCheckpoint:
     if not reason and {INDEX, SUMMARY} <= {*names} and (summary := summary_in(files)) is not None:
         index = _decoded(read(files, INDEX), files, summary)
         return OpenCheckpoint(path, files, index, summary.index_sha256, "dcp_plugin", summary.kinds, summary)
-    from dcp_plugin.core.storage.open_foreign import (
-        open_foreign,  # most loads are of our checkpoints and do not need it
-    )
+    from dcp_plugin.core.storage import open_foreign  # most loads are of our checkpoints and do not need it
 
-    return open_foreign(path, files, reason)
+    if not reason and open_foreign.is_view_of_ours(path):
+        files.close()
+        return open_checkpoint(path.parent)
+    return open_foreign.open_foreign(path, files, reason)
 
 
 def _decoded(data: bytes, files: Readable, summary: Summary) -> CheckpointIndex:

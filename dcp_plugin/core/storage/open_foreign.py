@@ -11,15 +11,22 @@ from dcp_plugin.core.format import INDEX, METADATA, exists, has_traces, is_own, 
 from dcp_plugin.core.format.foreign import Contents, detect, fingerprint_of
 from dcp_plugin.core.format.summary import fingerprint
 from dcp_plugin.core.interrupts import collector_paused
-from dcp_plugin.core.media import Medium, Readable, is_workspace, medium_of, snapshot
+from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media.medium import Medium, Readable
+from dcp_plugin.core.media.places import is_workspace, snapshot
 from dcp_plugin.core.paths import Where, is_link
 from dcp_plugin.core.records import OpenCheckpoint
-from dcp_plugin.core.storage.open import open_checkpoint
 
 _DEPTH = 3
 """Levels below a directory that are searched for checkpoints: frameworks nest theirs (``version_0/checkpoints/…``)."""
 _MOST_LISTED = 1000
 """Entries of a directory that are searched."""
+
+
+def is_view_of_ours(path: Where) -> bool:
+    """Return whether a path is that of a folder with a view for Accelerate, which names the files of the checkpoint of
+    ours above it. Raises OSError."""
+    return detect.is_of_accelerate(path.name) and exists(medium_of(path).open(path.parent), INDEX)
 
 
 def open_foreign(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
@@ -35,9 +42,6 @@ def open_foreign(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
 
 
 def _open_dcp(path: Where, files: Readable) -> OpenCheckpoint:
-    if detect.is_of_accelerate(path.name) and exists(medium_of(path).open(path.parent), INDEX):
-        files.close()  # a view of ours, which names the files of the checkpoint above it
-        return open_checkpoint(path.parent)
     data = read(files, METADATA)
     if detect.is_of_lightning(files):
         index, kinds = detect.lightning_index(files)
@@ -109,7 +113,7 @@ def _refuse_run(path: Where, weights: list[str]) -> None:
         CheckpointNotFound: The message names the newest complete checkpoint, and the files; or it says that there is no
             complete one.
     """
-    checkpoints = list(_checkpoints_below(snapshot(path), path, _DEPTH))
+    checkpoints = list(_checkpoints_below(snapshot(medium_of(path), path), path, _DEPTH))
     below = next((checkpoint for checkpoint, is_complete in checkpoints if is_complete), None)
     if below is None and (weights or not checkpoints):
         return

@@ -40,7 +40,9 @@ from dcp_plugin.core.format import (
     uncommitted_reason,
 )
 from dcp_plugin.core.format.summary import MAX_SIZE, Summary, fingerprint, sizes_listed
-from dcp_plugin.core.media import Medium, Readable, files_below, locate, medium_of, unpacked
+from dcp_plugin.core.media.choice import locate, medium_of
+from dcp_plugin.core.media.medium import Medium, Readable
+from dcp_plugin.core.media.places import files_below, unpacked
 from dcp_plugin.core.paths import Where
 
 T = TypeVar("T")
@@ -255,22 +257,22 @@ def _mixed(files: Files, reason: str) -> CheckpointCorrupt:
     )
 
 
-def check_complete(path: Where) -> None:
-    """Check that a checkpoint is published and its files are those of its save; of data files, compare only the sizes.
+def check_if_ours(path: Where) -> bool:
+    """Check that the files of a checkpoint of this package are those of its save; of data files, compare only the
+    sizes.
+
+    Returns:
+        False if no such checkpoint is published at the path. Then nothing was checked.
 
     Raises:
-        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be loaded.
+        CheckpointNotFound, CheckpointCorrupt, UnsafeCheckpoint: It cannot be loaded.
     """
     medium = medium_of(path)
     with damage_in(path):
-        is_ours = in_one_view(path, lambda _, files: _is_ours_and_complete(files), locate, medium=medium)
-    if not is_ours:
-        from dcp_plugin.core.storage.open import open_checkpoint  # other tools' tables of contents need torch
-
-        open_checkpoint(path, check=True).close()
+        return in_one_view(path, lambda _, files: _check_if_ours(files), locate, medium=medium)
 
 
-def _is_ours_and_complete(files: Readable) -> bool:
+def _check_if_ours(files: Readable) -> bool:
     try:
         names = [name.rstrip("/") for name in files.names()]
     except OSError:

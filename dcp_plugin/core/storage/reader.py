@@ -174,13 +174,17 @@ class CheckpointReader:
             CheckpointCorrupt, CheckpointNotFound, CheckpointUnreadable: The message names file and key. Targets may be
                 partly filled.
         """
-        files = self.opened.files
+        files, location_of = self.opened.files, self.index.places.location
         with suppress(OSError):  # the read of the key reports the error
             files.pin(self._files_of(plan))
         boxes, chunks = [self._box(read) for read in plan.boxes], plan.chunks
         if files.cost.gap >= LARGEST_CHUNK:  # a read costs more than objects: all neighbours are read together
             boxes += [
-                _Box(read, StoredChunk(read.offsets, read.sizes, self.index.location(read.number)), read.target.dtype)
+                _Box(
+                    read,
+                    StoredChunk(read.offsets, read.sizes, location_of(read.number)),
+                    read.target.dtype,
+                )
                 for read in chunks
             ]
             chunks = ()
@@ -191,7 +195,7 @@ class CheckpointReader:
                 wholes.append(box)
             else:
                 fetches += self._fetches(box, box.read.target)
-        locations = {key: self.index.location(self.index.rows_of(key)[0]) for key in plan.values.values()}
+        locations = {key: location_of(self.index.rows_of(key)[0]) for key in plan.values.values()}
         values: dict[tuple[str, int], bytearray] = {}
         for key, location in locations.items():
             place = location.file, location.offset

@@ -27,7 +27,7 @@ from dcp_plugin.core.errors import CheckpointCorrupt
 from dcp_plugin.core.format.columns import ranges
 from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.payload import BlockHashes, Frame, block_size, hashes_in
-from dcp_plugin.core.media import RangedFile, Readable, ReadCost, bytes_behind, first_bytes, stretches
+from dcp_plugin.core.media.medium import RangedFile, Readable, ReadCost, bytes_behind, first_bytes, stretches
 from dcp_plugin.core.records import BoxRead
 from dcp_plugin.core.storage.fetch import Fetch, IntoMemory, Part
 from dcp_plugin.core.storage.published import gone_or_damaged
@@ -132,7 +132,7 @@ class BatchOfChunks(Batch):
         count.read += self.fill(file, scattered, self.begin, self.begin + self.nbytes)
         for chunk, view, expected in zip(self.chunks, views, self.hashes, strict=True):
             if expected and hashes_in(view) != expected:
-                location, span = self.index.location(chunk.number), (0, len(view))
+                location, span = self.index.places.location(chunk.number), (0, len(view))
                 IntoMemory(chunk.key, location, [span], block_size(len(view)), 0, view).check(*span, [view])
 
     def key_at(self, position: int) -> str:
@@ -181,8 +181,9 @@ def batches_of_chunks(
     ends = begins + lengths
     gaps = begins[1:] - ends[:-1]
     apart = [True, *((number[1:] != number[:-1]) | (gaps < 0) | (gaps > cost.gap)).tolist()]
-    starts = index.block_starts[rows]
-    counts = (index.block_starts[rows + 1] - starts) * verify
+    block_starts = index.places.block_starts
+    starts = block_starts[rows]
+    counts = (block_starts[rows + 1] - starts) * verify
     hashes = index.columns["hash"][ranges(starts, counts)].tolist()
     stops = [0, *np.cumsum(counts).tolist()]
     begin_of, end_of = begins.tolist(), ends.tolist()

@@ -37,7 +37,7 @@ from dcp_plugin.core.errors import CheckpointError
 from dcp_plugin.core.format.columns import Location, in_all
 from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.payload import frame_if_possible, hashes_of, padded, sample_of
-from dcp_plugin.core.media import CannotLink, DataFile, Medium, RangedFile, stretches
+from dcp_plugin.core.media.medium import CannotLink, DataFile, Medium, RangedFile, stretches
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.records import NewItem
 from dcp_plugin.core.storage.reader import CheckpointReader
@@ -287,7 +287,7 @@ def _location_in(index: CheckpointIndex, item: Item) -> Location | None:
     if offsets.shape[1] != len(item.offsets):
         return None
     matches = in_all((offsets == item.offsets) & (sizes == item.sizes)).nonzero()[0]
-    return index.location(int(index.table.chunk_starts[slot] + matches[0])) if len(matches) else None
+    return index.places.location(int(index.table.chunk_starts[slot] + matches[0])) if len(matches) else None
 
 
 def _linkable_keys(index: CheckpointIndex) -> set[str]:

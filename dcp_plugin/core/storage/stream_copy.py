@@ -24,7 +24,7 @@ from xxhash import xxh3_64
 from dcp_plugin.core.errors import CheckpointCorrupt
 from dcp_plugin.core.format.index import CheckpointIndex, Location
 from dcp_plugin.core.format.payload import BlockHashes, block_size, frame_hash
-from dcp_plugin.core.media import NewFile, RangedFile
+from dcp_plugin.core.media.medium import NewFile, RangedFile
 from dcp_plugin.core.records import OpenCheckpoint
 from dcp_plugin.core.storage.published import BYTES, comparison_of
 from dcp_plugin.core.tensors.host_memory import READ_PIECE
@@ -106,7 +106,7 @@ class ItemsCheck(FileCheck):
         while self._coming and self._coming[0][0] <= self._at:
             begin, chunk = self._coming.popleft()
             key = self._key_of(chunk)
-            location = self._index.location(chunk)
+            location = self._index.places.location(chunk)
             if location.hashes is None:
                 self.unverified.append(key)
             if location.length and begin == self._at:

@@ -30,14 +30,8 @@ from torch.distributed.distributed_c10d import (
 from torch.distributed.tensor import DTensor as DTensor
 
 from dcp_plugin.core.errors import CheckpointMismatch
-from dcp_plugin.core.tensors.kinds import (
-    EXACTLY_TENSORS,
-    is_dense_memory,
-    is_stored_whole,
-    require_memory,
-    require_parts,
-)
-from dcp_plugin.core.types import LocalChunk, Shape, ShardedValue
+from dcp_plugin.core.tensors.kinds import CHECKPOINTABLE, EXACTLY_TENSORS, of_full
+from dcp_plugin.core.types import Shape, ShardedValue
 
 StorageInfo = _StorageInfo
 
@@ -59,27 +53,6 @@ def sharded_value(value: Any, any_rank: bool = False) -> ShardedValue:
     from dcp_plugin.core.tensors import _torch_sharded  # only tensors of other classes need it
 
     return _torch_sharded.described(value, any_rank)
-
-
-CHECKPOINTABLE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
-"""The fields of the protocol ``CheckpointableTensor``. They may be set on a tensor of any class."""
-
-
-def of_full(value: torch.Tensor, any_rank: bool) -> ShardedValue:
-    """Describe a tensor that is complete on each rank."""
-    if is_dense_memory(value):
-        plain = type(value) is torch.Tensor and not value.requires_grad
-        return ShardedValue.of_all(value if plain else value.detach(), any_rank)
-    if is_stored_whole(value):
-        require_parts(value)
-        shape = tuple(value.shape)
-        return ShardedValue(shape, value.dtype, (LocalChunk((0,) * len(shape), shape, value),), stored_whole=True)
-    try:
-        tensor = value.detach()
-    except Exception:  # an uninitialized parameter, or a tensor of a torch.func transform that has ended
-        tensor = value
-    require_memory(tensor)
-    return ShardedValue.of_all(tensor, any_rank)
 
 
 def laid_out_like(value: Any, parameter: Any) -> Any:

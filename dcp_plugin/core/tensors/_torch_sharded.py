@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # what collectives return under no_grad
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor  # FSDP1 state dicts consist of these
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
 from dcp_plugin.core.errors import CheckpointMismatch
-from dcp_plugin.core.tensors._torch import CHECKPOINTABLE, ShardedTensor, of_full
-from dcp_plugin.core.tensors.kinds import is_stored_whole, require_memory, require_parts
+from dcp_plugin.core.tensors.kinds import CHECKPOINTABLE, is_stored_whole, of_full, require_memory, require_parts
 from dcp_plugin.core.types import LocalChunk, Shape, ShardedValue
 
 

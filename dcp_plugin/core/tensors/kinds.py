@@ -21,11 +21,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from dcp_plugin.core.errors import CheckpointMismatch
+from dcp_plugin.core.errors import CheckpointMismatch, first_line
+from dcp_plugin.core.types import LocalChunk, ShardedValue
 
 EXACTLY_TENSORS = (torch.Tensor, nn.Parameter)
 """The classes of plain tensors, without subclasses."""
 
+CHECKPOINTABLE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+"""The fields of the protocol ``CheckpointableTensor``. They may be set on a tensor of any class."""
 
 OF_ITS_OWN_CLASS = "stored as a tensor subclass with parts of its own"
 """Text in errors about a stored tensor that only a tensor of the same class can take."""
@@ -200,7 +203,7 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     try:
         return _copied(tensor)
     except Exception as error:  # code of the subclass, which may raise anything
-        raise CheckpointMismatch(f"{_a(tensor)} that cannot be copied ({_line(error)})") from error
+        raise CheckpointMismatch(f"{_a(tensor)} that cannot be copied ({first_line(error)})") from error
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -251,7 +254,7 @@ def fill(target: torch.Tensor, loaded: torch.Tensor) -> None:
             target.copy_(loaded)
         except Exception as error:
             raise CheckpointMismatch(
-                f"{_a(target)} that cannot take the stored value, {_a(loaded)} ({_line(error)})"
+                f"{_a(target)} that cannot take the stored value, {_a(loaded)} ({first_line(error)})"
             ) from error
 
 
@@ -280,7 +283,7 @@ def narrowed(tensor: torch.Tensor, narrow: Callable[[torch.Tensor], torch.Tensor
             return part
         error: object = "a part of it is a copy"
     except Exception as failure:
-        error = _line(failure)
+        error = first_line(failure)
     raise CheckpointMismatch(
         f"{_a(tensor)}, of which no part can be taken ({error}). Load it with the sharding that it had when it was "
         f"saved"
@@ -294,5 +297,18 @@ def _memory(tensor: torch.Tensor) -> set[int]:
     return {tensor.untyped_storage().data_ptr()}
 
 
-def _line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+def of_full(value: torch.Tensor, any_rank: bool) -> ShardedValue:
+    """Describe a tensor that is complete on each rank."""
+    if is_dense_memory(value):
+        plain = type(value) is torch.Tensor and not value.requires_grad
+        return ShardedValue.of_all(value if plain else value.detach(), any_rank)
+    if is_stored_whole(value):
+        require_parts(value)
+        shape = tuple(value.shape)
+        return ShardedValue(shape, value.dtype, (LocalChunk((0,) * len(shape), shape, value),), stored_whole=True)
+    try:
+        tensor = value.detach()
+    except Exception:  # an uninitialized parameter, or a tensor of a torch.func transform that has ended
+        tensor = value
+    require_memory(tensor)
+    return ShardedValue.of_all(tensor, any_rank)

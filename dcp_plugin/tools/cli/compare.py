@@ -189,7 +189,10 @@ def _print_diff(result: CheckpointDiff, depth: int, most: int | None) -> None:
     ]
     numbers = _AMOUNT if has_amounts else ()
     _section("changed", ("tensor", "shape", "dtype", *numbers), rows, most, numbers)
-    rows = [(value.key + value.at, value.old, value.new, _more(value.parts - 1)) for value in result.values]
+    rows = [
+        (value.key + value.at, value.old, value.new, f"and {value.parts - 1} more" if value.parts > 1 else "")
+        for value in result.values
+    ]
     _section("other values", ("value", "A", "B", ""), rows, most)
     rows = [(tensor.key, shape(tensor.old), shape(tensor.new)) for tensor in result.reshaped]
     _section("reshaped", ("tensor", "A", "B"), rows, most)
@@ -221,10 +224,6 @@ def _amount(amount: Amount | None) -> tuple[str, str, str]:
 
 def _percent(share: float) -> str:
     return f"{share:.1%}" if share in (0, 1) or 0.001 <= share < 0.9995 else "<0.1%" if share < 0.5 else ">99.9%"
-
-
-def _more(parts: int) -> str:
-    return f"and {parts} more" if parts else ""
 
 
 def _section(

@@ -10,16 +10,9 @@ import pytest
 
 import dcp_plugin as dcp
 from dcp_plugin.core.format import METADATA, read
-from dcp_plugin.core.media import (
-    WORKSPACE,
-    CannotLink,
-    DataFile,
-    Medium,
-    medium_of,
-    snapshot,
-    uncommitted_reason,
-    unpacked,
-)
+from dcp_plugin.core.media.choice import medium_of, uncommitted_reason
+from dcp_plugin.core.media.medium import CannotLink, DataFile, Medium
+from dcp_plugin.core.media.places import WORKSPACE, snapshot, unpacked
 from dcp_plugin.core.paths import Where, as_path
 
 _MEGABYTES = bytes(range(256)) * (80 << 10)
@@ -157,7 +150,7 @@ def test_entries_links_marks_and_removals(medium: Medium, root: Where) -> None:
     assert read(medium.open(root / "step-2"), "note") == b"seen"
     medium.remove(root / "step-2")
     medium.remove(root / "step-2")
-    listed = snapshot(root)
+    listed = snapshot(medium, root)
     assert [one.path for one in listed.entries(root) if one.path.name != WORKSPACE] == [root / "step-1"]
     assert uncommitted_reason(root / "step-1", listed) == ""
 

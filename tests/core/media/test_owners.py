@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 import dcp_plugin as dcp
-from dcp_plugin.core.media import WORKSPACE
 from dcp_plugin.core.media.disk import commit, posix
+from dcp_plugin.core.media.disk.local_disk import LocalDisk
+from dcp_plugin.core.media.places import WORKSPACE
 from dcp_plugin.tiers import spool
 from dcp_plugin.tiers.local_checkpoints import LocalCheckpoints
 from tests.users import as_another_user
@@ -133,7 +134,7 @@ def test_an_own_workspace_loses_the_permissions_of_others_and_their_records_stay
     (shared / WORKSPACE).chmod(mode)
     _save(shared / "x")
     assert (shared / WORKSPACE).stat().st_mode & 0o022 == 0 and os.listdir(private) == ["secret"]
-    left = [leftover for leftover in commit.collect_garbage(shared / WORKSPACE) if leftover.stays]
+    left = [leftover for leftover in LocalDisk().collect_garbage(shared / WORKSPACE) if leftover.stays]
     assert [leftover.path.name for leftover in left] == ["aaaa.aside"] and f"uid {ATTACKER}" in left[0].what
 
 
@@ -267,19 +268,20 @@ CHANGES = {"rename", "renames", "replace", "unlink", "remove", "rmdir", "removed
 """Functions of ``os``, ``shutil`` and ``pathlib`` that rename, move or delete."""
 ELSEWHERE = {
     "files that this process has just made": {
-        *("keeper/local_checkpoints.py put_file", "keeper/spool.py allocate"),
-        *("keeper/node.py put", "keeper/node.py _make_room", "keeper/writer.py add_files", "keeper/writer.py _submit"),
-        *("keeper/journal.py hand_over", "keeper/server.py __init__", "keeper/server.py close"),
-        *("media/copies.py create", "media/disk/files.py link_file", "media/disk/files.py _reflink"),
+        *("tiers/local_checkpoints.py put_file", "tiers/spool.py allocate", "tiers/node.py put"),
+        *("tiers/node.py _make_room", "tiers/keeper_writer.py add_files", "tiers/keeper_writer.py _submit"),
+        *("tiers/journal.py hand_over", "tiers/server.py __init__", "tiers/server.py close"),
+        *("core/media/copies.py create", "core/media/disk/local_files.py link_file"),
+        *("core/media/disk/local_files.py _reflink",),
     },
     "folders of a save that an OwnFolder has reached": {
-        *("keeper/local_checkpoints.py quarantine", "keeper/node.py _write", "keeper/node.py copy"),
-        *("keeper/node.py _drain", "media/copies.py delete_others"),
+        *("tiers/local_checkpoints.py quarantine", "tiers/node.py _write", "tiers/node.py copy"),
+        *("tiers/node.py _drain", "core/media/copies.py delete_others"),
     },
     "paths that the user has named": {
-        *("media/disk/commit.py remove", "media/disk/commit.py note", "media/disk/commit.py write"),
+        *("core/media/disk/commit.py remove", "core/media/disk/commit.py note", "core/media/disk/commit.py write"),
     },
-    "the class itself": {f"media/disk/posix.py {name}" for name in ("rename", "take", "give", "delete", "remove")},
+    "the class itself": {f"core/media/disk/posix.py {name}" for name in ("rename", "take", "give", "delete", "remove")},
 }
 """Functions that change files without an OwnFolder."""
 
@@ -299,7 +301,7 @@ def _changing(path: Path) -> set[str]:
 def test_all_left_overs_are_changed_through_the_class_that_checks_the_owner() -> None:
     changing = set().union(*map(_changing, PACKAGE.rglob("*.py")))
     assert changing == set().union(*ELSEWHERE.values())
-    source = (PACKAGE / "media/disk/posix.py").read_text()
+    source = (PACKAGE / "core/media/disk/posix.py").read_text()
     (own,) = (node for node in ast.walk(ast.parse(source)) if getattr(node, "name", "") == "OwnFolder")
     assert "refuse_other_user(" in ast.unparse(own)
 

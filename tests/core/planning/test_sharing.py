@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import dcp_plugin as dcp
-from dcp_plugin.core.media import ReadCost
 from dcp_plugin.core.media.disk.local_files import LocalFiles
+from dcp_plugin.core.media.medium import ReadCost
 from dcp_plugin.core.media.objects.object_files import ObjectFiles
 from dcp_plugin.core.planning import sharing
 from tests.compare import full_state, same_bytes

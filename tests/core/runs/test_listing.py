@@ -18,7 +18,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 import dcp_plugin as dcp
 from dcp_plugin.core.format.summary import Summary
-from dcp_plugin.core.media import WORKSPACE, Readable, medium_of
+from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media.medium import Readable
+from dcp_plugin.core.media.places import WORKSPACE
 from dcp_plugin.core.media.usage import usage
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.runs import scan
@@ -32,8 +34,8 @@ from tests.places import delete_file, save_file, stock_writer
 INTERRUPTED = """
 import os, sys
 import dcp_plugin as dcp
-from dcp_plugin.core.media.disk import LocalDisk
-from dcp_plugin.core.media.objects import ObjectStore
+from dcp_plugin.core.media.disk.local_disk import LocalDisk
+from dcp_plugin.core.media.objects.object_store import ObjectStore
 
 LocalDisk.publish = ObjectStore.publish = lambda *_: os._exit(1)
 dcp.save({"n": 1}, sys.argv[1])

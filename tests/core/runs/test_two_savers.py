@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import dcp_plugin as dcp
-from dcp_plugin.core.media.disk import LocalDisk, commit
+from dcp_plugin.core.media.disk import commit
+from dcp_plugin.core.media.disk.local_disk import LocalDisk
 from dcp_plugin.core.runs import deletion
 from tests.programs import Program
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import dcp_plugin as dcp
 from dcp_plugin import CheckpointMismatch
-from dcp_plugin.core.media import WORKSPACE
+from dcp_plugin.core.media.places import WORKSPACE
 from dcp_plugin.core.runs import figures
 from dcp_plugin.core.saving.save_timing import SaveTiming
 from tests.forge import change_summary

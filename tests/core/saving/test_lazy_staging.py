@@ -351,6 +351,71 @@ def test_a_save_that_cannot_begin_holds_nobody_back(tmp_path: Path) -> None:
     ours.close()
 
 
+class _RefusesHooks(nn.Linear):
+    """A module that lets a lazy copy begin, and fails where the save would delay loads into it."""
+
+    def register_load_state_dict_pre_hook(self, hook: Any) -> Any:
+        raise RuntimeError("this module takes no hooks")
+
+
+FAILING: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
+    "values": (lambda: {"bad": {"x": Path}}, dcp.UnsafeCheckpoint, r"bad\.x"),
+    "hooks": (lambda: {"refuses": _RefusesHooks(2, 2)}, dcp.SaveFailed, "takes no hooks"),
+}
+
+
+@pytest.mark.parametrize(("staging", "failing"), [("blocking", "values"), ("lazy", "values"), ("lazy", "hooks")])
+def test_a_copy_that_cannot_begin_is_not_staged_and_delays_no_training(
+    tmp_path: Path, staging: str, failing: str
+) -> None:
+    bad, error, message = FAILING[failing]
+    model, optimizer = build("plain")
+    train(model, optimizer, 1)
+    ours = dcp.Checkpointer(async_save=True, staging=staging)
+    with slow_copies(held := Gate(is_open=False)):
+        handle = ours.save({"model": model, "optim": optimizer, **bad()}, tmp_path / "ck")
+        handle.wait_staged(0)  # raises TimeoutError while the state is being copied
+        assert not handle.staged()
+        train(model, optimizer, 1)
+        model.load_state_dict(model.state_dict())
+        held.open()
+    with pytest.raises(error, match=message):
+        handle.wait()
+    assert not handle.staged()
+    ours.close()
+    assert not guard._under_way
+    assert not any(child._load_state_dict_pre_hooks for child in model.modules())
+
+
+def test_a_copy_that_fails_later_is_not_staged_and_delays_no_training(tmp_path: Path) -> None:
+    model, optimizer = build("plain")
+    train(model, optimizer, 1)
+    ours = dcp.Checkpointer(async_save=True, staging="lazy")
+    with slow_copies(held := Gate(is_open=False)):
+        handle = ours.save({"model": model, "optim": optimizer}, tmp_path / "ck")
+        with torch.no_grad():
+            model.block[0].weight.zero_()
+        assert not handle.staged()
+        held.open_soon()
+        handle.wait_staged()
+    assert not handle.staged()
+    train(model, optimizer, 1)
+    with pytest.raises(dcp.SaveFailed, match="changed while the save copied it"):
+        handle.wait()
+    ours.close()
+    assert not guard._under_way
+
+
+def test_a_save_that_fails_after_its_copy_stays_staged(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    ours = dcp.Checkpointer(async_save=True)
+    handle = ours.save({"weights": torch.ones(3)}, tmp_path / "file" / "ck")
+    with pytest.raises(dcp.SaveFailed):
+        handle.wait()
+    assert handle.staged()
+    ours.close()
+
+
 def test_a_forked_child_waits_for_no_copy(tmp_path: Path) -> None:
     model, optimizer = build("plain")
     train(model, optimizer, 1)

@@ -22,7 +22,8 @@ from torch import nn
 import dcp_plugin as dcp
 from dcp_plugin.core.format import INDEX, index_file
 from dcp_plugin.core.format.payload import hashes_in
-from dcp_plugin.core.media import WORKSPACE, medium_of
+from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media.places import WORKSPACE
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.tensors.host_memory import memory_view
 from dcp_plugin.events import SaveFinished
@@ -266,7 +267,7 @@ def _forge(path: Path, model: nn.Module) -> None:
     index = index_file.decode((path / INDEX).read_bytes(), dcp_sha(path), str(path / INDEX))
     hashes = index.columns["hash"].copy()
     for key, slot in index.slots.items():
-        first = index.block_starts[index.table.chunk_starts[slot]]
+        first = index.places.block_starts[index.table.chunk_starts[slot]]
         right = hashes_in(memory_view(model.get_parameter(key.removeprefix("model.")).detach()))
         hashes[first : first + len(right)] = right
     index.columns["hash"] = hashes

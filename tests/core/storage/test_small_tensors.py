@@ -13,7 +13,7 @@ import dcp_plugin as dcp
 from dcp_plugin.core.planning.local_inventory import LocalInventory, ties_of
 from dcp_plugin.core.planning.save import PlanExchange, encode_state
 from dcp_plugin.core.ranks.collectives import Ranks
-from dcp_plugin.core.state.adapters import adapters_of, gather_state
+from dcp_plugin.core.state.named_objects import adapters_of, gather_state
 from dcp_plugin.core.tensors.kinds import is_dense_memory
 from tests.compare import assert_same
 from tests.memory import calls_of

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint._extension import ZStandard
 from torch.utils.serialization import config as serialization
 
 import dcp_plugin as dcp
-from dcp_plugin.core.media import stretches
 from dcp_plugin.core.media.disk.local_files import LocalFile
+from dcp_plugin.core.media.medium import stretches
 from dcp_plugin.core.storage.fetch import MOST_WASTE, covering, of_box, runs_of
 from dcp_plugin.core.storage.reading import _taken, batches_of
 from dcp_plugin.core.tensors.host_memory import READ_PIECE

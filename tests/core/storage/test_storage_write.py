@@ -23,9 +23,9 @@ from dcp_plugin import events
 from dcp_plugin.core.format import values
 from dcp_plugin.core.format.index import StoredTensor
 from dcp_plugin.core.format.payload import SMALLEST_BLOCK, BlockHashes, block_counts, block_size, hashes_in
-from dcp_plugin.core.media import IN_PLACE, PAGE
 from dcp_plugin.core.media.disk import direct_io, posix
 from dcp_plugin.core.media.disk.direct_io import BUFFER, BlockFile
+from dcp_plugin.core.media.medium import IN_PLACE, PAGE
 from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.tensors import host_memory
 from tests.compare import assert_same, same_bytes

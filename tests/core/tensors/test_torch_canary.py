@@ -24,8 +24,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dcp_plugin as dcp
-from dcp_plugin.core.format.pickles.archive import Archive
 from dcp_plugin.core.format.pickles.unpickler import FILE, load
+from dcp_plugin.core.format.torch_archive import Archive
 from dcp_plugin.core.state.module import gather_fsdp1_module, same_flat_parameter
 from dcp_plugin.core.state.names import parameter_names
 from dcp_plugin.core.tensors import _torch, _torch_modules, _torch_sharded

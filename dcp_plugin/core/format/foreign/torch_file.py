@@ -19,8 +19,9 @@ import torch
 from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint, damage_in
 from dcp_plugin.core.format import Files, values
 from dcp_plugin.core.format.foreign import Contents, View
-from dcp_plugin.core.format.pickles.archive import PICKLE, Archive
-from dcp_plugin.core.format.pickles.unpickler import FILE, Refused, StandIn, load
+from dcp_plugin.core.format.pickles.unpickler import FILE, StandIn, load
+from dcp_plugin.core.format.pickles.walk import Refused
+from dcp_plugin.core.format.torch_archive import PICKLE, Archive
 from dcp_plugin.core.tensors._torch import record_offset
 
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict", "module", "model_state", "net", "network", "weights")

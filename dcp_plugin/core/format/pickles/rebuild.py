@@ -31,8 +31,7 @@ from typing import Any
 import numpy as np
 
 from dcp_plugin.core.format.columns import FACTORIES
-from dcp_plugin.core.format.pickles.unpickler import Refused, Unpickler, fill, require_kinds
-from dcp_plugin.core.format.pickles.walk import FEW
+from dcp_plugin.core.format.pickles.walk import FEW, Refused, Walk, fill, require_kinds
 
 
 def factory(of: str) -> type:
@@ -48,7 +47,7 @@ def instance(of: str, args: tuple[Any, ...]) -> Any:
     return object.__new__(cls) if cls is not None and _is_plain_dataclass(cls) else None
 
 
-def rebuilt(walk: Unpickler, of: str, target: Any, args: tuple[Any, ...], state: tuple[Any, ...]) -> Any:
+def rebuilt(walk: Walk, of: str, target: Any, args: tuple[Any, ...], state: tuple[Any, ...]) -> Any:
     """Return an object.
 
     Args:

@@ -18,18 +18,18 @@ import codecs
 import io
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from types import FunctionType, MemberDescriptorType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, ClassVar
 
 import torch
 
 from dcp_plugin.core.errors import UnsafeCheckpoint
-from dcp_plugin.core.format.pickles.archive import PICKLE, Archive
 from dcp_plugin.core.format.pickles.nodes import Name, nodes_of
-from dcp_plugin.core.format.pickles.walk import Walk
+from dcp_plugin.core.format.pickles.walk import Refused, Walk, fill, require_kinds
+from dcp_plugin.core.format.torch_archive import PICKLE, Archive
 from dcp_plugin.core.interrupts import collector_paused
 from dcp_plugin.core.tensors._torch import TENSOR_GLOBALS, name_of_today, rebuilding_on, storage_of, typed_storage
 
@@ -40,10 +40,6 @@ _BLOCKED_MODULES = frozenset({"sys", "os", "posix", "nt"})
 
 _NUMPY = re.compile(r"numpy\.(dtype|ndarray|_?core\.multiarray\.(_reconstruct|scalar))")
 """Globals that stay refused even if declared safe: numpy takes bytes for object pointers if a dtype's state says so."""
-
-
-class Refused(Exception):
-    """Error for a global that only executing code would restore. The message is its name."""
 
 
 class StandIn:
@@ -139,9 +135,9 @@ class Unpickler(Walk):
         wanted: Positions of the records to read; None for all. Storages of others are on the meta device.
     """
 
-    def __init__(self, archive: Archive, nbytes: int, notes: list[str], wanted: Collection[int] | None) -> None:
-        super().__init__(nbytes)
-        self._archive, self.notes, self._wanted = archive, notes, wanted
+    def __init__(self, archive: Archive, nbytes: int, notes: list[str] | None, wanted: Collection[int] | None) -> None:
+        super().__init__(nbytes, notes)
+        self._archive, self._wanted = archive, wanted
         self._storages: dict[str, torch.UntypedStorage] = {}
 
     def persistent_load(self, identifier: Any) -> Any:
@@ -204,29 +200,6 @@ def _rebuild() -> ModuleType:
     return rebuild
 
 
-def require_kinds(of: str, args: Any, kinds: Sequence[Any] | None) -> None:
-    """Check arguments of a call, of which the last may be absent. ``kinds`` has their types; None for any.
-
-    Raises:
-        ValueError: The arguments are others.
-    """
-    are_known = type(args) is tuple and (kinds is None or len(args) <= len(kinds))
-    if not are_known or not all(map(isinstance, args, kinds or ())):
-        raise ValueError(f"its pickle calls {of} with other arguments than torch.save writes")
-
-
-def fill(target: Any, state: Any) -> None:
-    """Set the attributes of an object, without a call of its class."""
-    attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
-    if attributes:
-        vars(target).update({str(name): value for name, value in attributes.items()})
-    for name, value in (slots or {}).items():
-        descriptor = next((vars(base)[name] for base in type(target).__mro__ if name in vars(base)), None)
-        if not isinstance(descriptor, MemberDescriptorType):
-            raise Refused(f"{type(target).__qualname__}.{name}")
-        descriptor.__set__(target, value)
-
-
 _WITHOUT_STATE = (Counter, set, complex, bytearray, torch.Tensor, torch.nn.Parameter, torch.Size, torch.UntypedStorage)
 _CODECS = re.compile("utf[-_]?8|latin[-_]?1|ascii|", re.IGNORECASE)
 """Names of fast codecs. Others, such as punycode, take quadratic time."""
@@ -265,7 +238,7 @@ def load(
     try:
         with collector_paused(), rebuilding_on("cpu" if wanted is None or wanted else "meta"):
             data = archive.read(PICKLE).tobytes()
-            walk = Unpickler(archive, len(data), [] if notes is None else notes, wanted)
+            walk = Unpickler(archive, len(data), notes, wanted)
             return walk.of(nodes_of(data, accepted.get)), accepted.unknown
     except (Refused, UnsafeCheckpoint):
         raise

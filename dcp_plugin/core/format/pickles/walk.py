@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterator, MutableMapping, Sequence
+from types import MemberDescriptorType
 from typing import Any
 
 import torch
@@ -34,6 +35,10 @@ def allowance(nbytes: int) -> int:
     return _FREE + _COPIES * nbytes
 
 
+class Refused(Exception):
+    """Error for a global that only executing code would restore. The message is its name."""
+
+
 class _Frame:
     """Node whose children are being walked."""
 
@@ -55,9 +60,11 @@ class Walk:
 
     Args:
         nbytes: Bytes of the pickle.
+        notes: List to which a line is added for each object that becomes a plain value.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, notes: list[str] | None = None) -> None:
+        self.notes = [] if notes is None else notes
         self.left = self._most = max(FEW, nbytes)
         self._memory = allowance(nbytes)
         self._seen: dict[int, _Frame | tuple[Any, int, int]] = {}
@@ -191,3 +198,26 @@ class Walk:
     def filled(self, target: Any, name: Name, args: Any, items: list[Any], state: tuple[Any, ...]) -> Any:
         """Return the object after it was given items, key and value in turn, and perhaps a state."""
         raise NotImplementedError
+
+
+def require_kinds(of: str, args: Any, kinds: Sequence[Any] | None) -> None:
+    """Check arguments of a call, of which the last may be absent. ``kinds`` has their types; None for any.
+
+    Raises:
+        ValueError: The arguments are others.
+    """
+    are_known = type(args) is tuple and (kinds is None or len(args) <= len(kinds))
+    if not are_known or not all(map(isinstance, args, kinds or ())):
+        raise ValueError(f"its pickle calls {of} with other arguments than torch.save writes")
+
+
+def fill(target: Any, state: Any) -> None:
+    """Set the attributes of an object, without a call of its class."""
+    attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+    if attributes:
+        vars(target).update({str(name): value for name, value in attributes.items()})
+    for name, value in (slots or {}).items():
+        descriptor = next((vars(base)[name] for base in type(target).__mro__ if name in vars(base)), None)
+        if not isinstance(descriptor, MemberDescriptorType):
+            raise Refused(f"{type(target).__qualname__}.{name}")
+        descriptor.__set__(target, value)

@@ -6,7 +6,7 @@ and ``dcp_plugin.index`` too). A save never writes into the final directory. Its
 - :func:`reserve` makes ``<parent>/.dcp_plugin/<token>.saving/``, on the same file system as the final name, and
   ``<token>.json`` that says which checkpoint this will be. The process that saves holds a lock on the latter.
 - All ranks write and sync their files in it, also the extra files of a framework.
-- The medium (:meth:`dcp_plugin.core.media.disk.LocalDisk.publish`) writes and syncs the metadata.
+- The medium (:meth:`dcp_plugin.core.media.disk.local_disk.LocalDisk.publish`) writes and syncs the metadata.
 - :func:`publish` renames the directory to its final name. If an earlier checkpoint has the name, one system call
   exchanges both names, so the old or the new checkpoint can be loaded at every moment. Where that call does not exist,
   the old checkpoint moves to ``<token>.aside`` in between, and :func:`locate` returns that path. Then the old
@@ -50,19 +50,18 @@ from typing import Any, TypeVar
 from dcp_plugin.core import format as layout
 from dcp_plugin.core.errors import CheckpointError, DurabilityUnknown, SaveFailed
 from dcp_plugin.core.interrupts import interrupts_held
-from dcp_plugin.core.media import (
-    Leftover,
-    Reservation,
+from dcp_plugin.core.media import lease
+from dcp_plugin.core.media.disk import posix
+from dcp_plugin.core.media.disk.local_files import LocalFiles
+from dcp_plugin.core.media.medium import Leftover, Reservation
+from dcp_plugin.core.media.places import (
     is_workspace,
-    lease,
-    medium_of,
     other_things,
     refuse_to_replace_other_format,
     refuse_workspace,
     workspace_of,
     workspaces_of,
 )
-from dcp_plugin.core.media.disk import posix
 
 logger = logging.getLogger("dcp_plugin")
 R = TypeVar("R")
@@ -107,7 +106,7 @@ def reserve(
 
     Args:
         among_other_files: ``final`` may be a directory with other things in it than a checkpoint. They stay.
-        copy_of, recorded: See :meth:`dcp_plugin.core.media.Medium.reserve`.
+        copy_of, recorded: See :meth:`dcp_plugin.core.media.medium.Medium.reserve`.
 
     Raises:
         SaveFailed: ``final`` is a directory with other things in it than a checkpoint, or below a file, or cannot be
@@ -233,7 +232,7 @@ def _take_name(reservation: Reservation[Path], replaces: bool) -> None:
 
 
 def discard(reservation: Reservation[Path], all_ended: bool = True, keep: bool = False) -> None:
-    """End a save that was not published. See :meth:`dcp_plugin.core.media.Medium.discard`."""
+    """End a save that was not published. See :meth:`dcp_plugin.core.media.medium.Medium.discard`."""
     held = _held.get(reservation.token)
     if keep or (held is not None and held.naming):
         _let_go(reservation.token)
@@ -302,8 +301,8 @@ def _renaming(path: Path) -> Iterator[tuple[Reservation[Path], posix.OwnFolder]]
 
 
 def note(path: Path, data: bytes, replaced: Iterable[Path] = (), only_new: bool = False) -> bool:
-    """Make a small file. See :meth:`dcp_plugin.core.media.Medium.note`. One that replaces another is not durable at
-    once."""
+    """Make a small file. See :meth:`dcp_plugin.core.media.medium.Medium.note`. A file that replaces another one is not
+    durable at once."""
     is_in_workspace = is_workspace(path.parent.name)
 
     def write() -> bool:
@@ -357,18 +356,22 @@ def sweep(workspace: Path) -> None:
                 folder.delete(f"{token}.json")
 
 
-def collect_garbage(workspace: Path, dry_run: bool = False) -> list[Leftover[Path]]:
-    """See :meth:`dcp_plugin.core.media.Medium.collect_garbage`."""
+def collect_garbage(workspace: Path, freed_by: Callable[[Path], int], dry_run: bool = False) -> list[Leftover[Path]]:
+    """See :meth:`dcp_plugin.core.media.medium.Medium.collect_garbage`.
+
+    Args:
+        freed_by: Returns the bytes that deleting a path frees. May raise OSError.
+    """
     if not dry_run:
         sweep(workspace)
     garbage: list[Leftover[Path]] = []
     for folder, token, noted in _ended_saves(workspace):
         with suppress(OSError):
-            garbage += _left_by(folder, token, noted)
-    return [*garbage, *_of_other_users(workspace)]
+            garbage += _left_by(folder, token, noted, freed_by)
+    return [*garbage, *_of_other_users(workspace, freed_by)]
 
 
-def _of_other_users(workspace: Path) -> Iterator[Leftover[Path]]:
+def _of_other_users(workspace: Path, freed_by: Callable[[Path], int]) -> Iterator[Leftover[Path]]:
     """Yield the garbage of other users, which stays, as far as this process can see that their saves have ended."""
     with suppress(OSError):
         for folder, token in _records(workspace, posix.Folder):
@@ -378,7 +381,7 @@ def _of_other_users(workspace: Path) -> Iterator[Leftover[Path]]:
                 of_folder = posix.why_not_own(os.fstat(folder.descriptor), folder.path)
                 reason = of_folder or posix.why_not_own(status, path)
                 if reason and lease.has_ended(noted, partial(float, time.time() - status.st_mtime)):
-                    for leftover in _left_by(folder, token, noted):
+                    for leftover in _left_by(folder, token, noted, freed_by):
                         yield replace(leftover, what=f"{leftover.what}: {reason}", stays=True)
 
 
@@ -400,7 +403,9 @@ def _ended_saves(workspace: Path) -> Iterator[tuple[posix.OwnFolder, str, dict[s
                     os.close(descriptor)
 
 
-def _left_by(folder: posix.Folder, token: str, noted: Mapping[str, Any]) -> Iterator[Leftover[Path]]:
+def _left_by(
+    folder: posix.Folder, token: str, noted: Mapping[str, Any], freed_by: Callable[[Path], int]
+) -> Iterator[Leftover[Path]]:
     final = folder.path.parent / (lease.target_in(noted) or "?")
     texts = {".saving": "an interrupted save of {}", ".deleted": "what an interrupted removal of {} has left"}
     aside = "{}, moved aside by a save that was interrupted"
@@ -408,10 +413,7 @@ def _left_by(folder: posix.Folder, token: str, noted: Mapping[str, Any]) -> Iter
         if path.suffix == ".aside" and _is_missed(folder, path.name, final):
             yield Leftover(path, f"{aside}: it gets its name back".format(final), 0)
         elif path.suffix != ".json":
-            text = texts.get(path.suffix, aside).format(final)
-            from dcp_plugin.core.media.usage import usage  # needed by `dcp-plugin prune` alone
-
-            yield Leftover(path, text, usage(medium_of(path), path).own)
+            yield Leftover(path, texts.get(path.suffix, aside).format(final), freed_by(path))
 
 
 def _open_if_ended(folder: posix.OwnFolder, token: str) -> int | None:
@@ -484,7 +486,7 @@ def _refuse_to_replace_other_things(final: Path, among_other_files: bool) -> Non
     if (names := _names_in(final)) and not (layout.has_traces(names) or among_other_files):
         raise other_things(final, names)
     if layout.METADATA in names:
-        refuse_to_replace_other_format(final)
+        refuse_to_replace_other_format(final, LocalFiles(final))
 
 
 def _has_working_directory(path: Path) -> bool:

@@ -24,8 +24,8 @@ from typing import Literal
 import numpy as np
 
 from dcp_plugin.core.errors import SaveFailed
-from dcp_plugin.core.media import IN_PLACE, PAGE, ignore
 from dcp_plugin.core.media.disk import posix
+from dcp_plugin.core.media.medium import IN_PLACE, PAGE, ignore
 
 BUFFER = 2 << 20
 _LARGE = 1 << 16  # from here on numpy copies faster, and without holding the interpreter's lock
@@ -97,11 +97,11 @@ class BlockFile:
         return self._position + self._filled
 
     def takes_in_place(self, address: int) -> bool:
-        """Return as :meth:`dcp_plugin.core.media.NewFile.takes_in_place`."""
+        """Return as :meth:`dcp_plugin.core.media.medium.NewFile.takes_in_place`."""
         return self.direct and address % PAGE == 0 and self.tell() % PAGE == 0
 
     def write(self, data: bytes | bytearray | memoryview, kept: bool = False) -> None:
-        """Append as :meth:`dcp_plugin.core.media.NewFile.write`."""
+        """Append as :meth:`dcp_plugin.core.media.medium.NewFile.write`."""
         if len(data) >= _LARGE and not self.direct:
             self._write_now(self._buffer[: self._filled])
             self._filled = 0

@@ -21,8 +21,8 @@ from stat import S_ISLNK, S_ISREG
 from typing import Any, cast
 
 from dcp_plugin.core.errors import warn_once
-from dcp_plugin.core.media import GONE, CannotLink, DataFile, RangedFile, Readable
 from dcp_plugin.core.media.disk import posix
+from dcp_plugin.core.media.medium import GONE, CannotLink, DataFile, RangedFile, Readable
 
 _DIRECTORY = getattr(os, "O_DIRECTORY", 0)
 _TO_HOLD = getattr(os, "O_PATH", 0) | _DIRECTORY  # O_PATH, which is Linux's alone: of a directory not to be listed, too
@@ -222,7 +222,8 @@ def _identity(place: Path | int) -> tuple[int, int] | None:
 
 
 def link_file(file: DataFile, target: Path) -> DataFile:
-    """Make ``target`` this file, or one that shares its blocks. See :meth:`dcp_plugin.core.media.Medium.link_file`."""
+    """Make ``target`` this file, or one that shares its blocks. See
+    :meth:`dcp_plugin.core.media.medium.Medium.link_file`."""
     reason = GONE
     for home in file.homes:
         assert isinstance(home, Path)

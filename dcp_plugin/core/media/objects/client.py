@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
-from dcp_plugin.core.media import ignore, scatter
+from dcp_plugin.core.media.medium import ignore, scatter
 from dcp_plugin.core.media.objects import s3
 from dcp_plugin.core.media.objects.refusals import error_text, refusal, secrets_in, texts_in
 from dcp_plugin.core.paths import ObjectPath

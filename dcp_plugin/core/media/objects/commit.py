@@ -56,17 +56,8 @@ from dcp_plugin.core.format.packed import END, end_of, new_token, next_edition, 
 from dcp_plugin.core.format.summary import MAX_SIZE, time_after
 from dcp_plugin.core.format.torch_archive import MAGIC
 from dcp_plugin.core.interrupts import interrupts_held
-from dcp_plugin.core.media import (
-    Leftover,
-    Reservation,
-    is_target,
-    is_workspace,
-    lease,
-    other_things,
-    refuse_to_replace_other_format,
-    refuse_workspace,
-    workspace_of,
-)
+from dcp_plugin.core.media import lease
+from dcp_plugin.core.media.medium import Leftover, Reservation
 from dcp_plugin.core.media.objects.client import (
     IN_FLIGHT,
     MOST_COPIED,
@@ -78,6 +69,15 @@ from dcp_plugin.core.media.objects.client import (
     ObjectInfo,
     client_of,
     key_of,
+)
+from dcp_plugin.core.media.objects.object_files import ObjectFiles
+from dcp_plugin.core.media.places import (
+    is_target,
+    is_workspace,
+    other_things,
+    refuse_to_replace_other_format,
+    refuse_workspace,
+    workspace_of,
 )
 from dcp_plugin.core.paths import ObjectPath
 
@@ -136,7 +136,7 @@ ADVICE = "Is the bucket there, can it be reached, and may this job write to it?"
 def reserve(
     final: ObjectPath, among_other_files: bool = False, copy_of: str = "", recorded: float | None = None
 ) -> Reservation[ObjectPath]:
-    """Begin a save. See :meth:`dcp_plugin.core.media.Medium.reserve`."""
+    """Begin a save. See :meth:`dcp_plugin.core.media.medium.Medium.reserve`."""
     client = client_of(final)
     refuse_workspace(final)
     if not final.key:
@@ -290,7 +290,7 @@ def _refuse_to_replace_other_things(
     if names and not (has_traces(last) or among_other_files):
         raise other_things(final, last)
     if METADATA in last:
-        refuse_to_replace_other_format(final)
+        refuse_to_replace_other_format(final, ObjectFiles(client, final))
     if not names and (entry := client.head(final.key)) is not None and entry.size:
         first = bytearray(len(MAGIC))
         client.read(final.key, 0, [memoryview(first)], None)
@@ -412,8 +412,8 @@ def _token_of(client: Client, info: ObjectInfo | None) -> str:
 
 
 def discard(reservation: Reservation[ObjectPath], all_ended: bool = True, keep: bool = False) -> None:
-    """End a save that was not published. See :meth:`dcp_plugin.core.media.Medium.discard`. A record that is kept is a
-    record of an ended process from now on."""
+    """End a save that was not published. See :meth:`dcp_plugin.core.media.medium.Medium.discard`. A record that is kept
+    is a record of an ended process from now on."""
     held = _held.get(reservation.token)
     if held is None:
         return
@@ -725,7 +725,8 @@ def _save_of(root: ObjectPath, key: str) -> tuple[ObjectPath, str]:
 
 
 def collect_garbage(workspace: ObjectPath, dry_run: bool = False) -> list[Leftover[ObjectPath]]:
-    """Sweep, and abort the uploads without a record. See :meth:`dcp_plugin.core.media.Medium.collect_garbage`."""
+    """Sweep, and abort the uploads without a record. See
+    :meth:`dcp_plugin.core.media.medium.Medium.collect_garbage`."""
     client = client_of(workspace)
     garbage = _leftovers(client, workspace)
     if dry_run or not garbage:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 from dcp_plugin.core.format import METADATA
 from dcp_plugin.core.format.summary import fingerprint
-from dcp_plugin.core.media import RangedFile, RawRanges, Readable, ReadCost, first_bytes
+from dcp_plugin.core.media.medium import RangedFile, RawRanges, Readable, ReadCost, first_bytes
 from dcp_plugin.core.media.objects.client import GAP, PART, STREAMS, Changed, Client, ObjectInfo, key_of
 from dcp_plugin.core.paths import ObjectPath
 
