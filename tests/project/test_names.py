@@ -9,7 +9,7 @@ from pathlib import Path
 from tests import programs
 
 ROOT = Path(__file__).parents[2]
-NAME = re.compile(r"\bdcp_plugin(?:\.[A-Za-z_]\w*)+(?::\w+)?")
+NAME = re.compile(r"(?<![\w.])dcp_plugin(?:\.[A-Za-z_]\w*)+(?::\w+)?")
 OTHERS = re.compile(r"dcp_plugin\.(json|index|damaged|node|aside|base|(checkpoint|resume)(\.\w+)*|seen|x)")
 """Files of a checkpoint, and packages of Hydra's configuration; the last two are made up by tests."""
 
