@@ -327,8 +327,8 @@ def resume_or_init(
 ) -> Start:
     """Load the run's newest checkpoint into ``state``, or else the pre-trained weights ``init_from``. Collective.
 
-    A resume restores: mappings, lists and ``Stateful`` objects get the tensors that they had at the save, of any shape
-    and number. A warning names the tensors that the target has and the checkpoint lacks.
+    A resume gives mappings, lists and ``Stateful`` objects the tensors that they had at the save, of any shape and
+    number. A warning names the tensors that the target has and the checkpoint lacks.
 
     Args:
         state: The state to fill, see :meth:`Checkpointer.load`. A resume loads all of it, a warm start only its

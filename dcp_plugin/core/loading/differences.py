@@ -1,8 +1,8 @@
 """Judgement of keys that only the state or only the checkpoint has, with a way out for each misfit.
 
-A load imports this module if there are such keys, a partial load has a pattern that matches nothing, or other ranks ask
-about their keys. Ranks may hold different keys, as pipeline stages do: a key that only the checkpoint has is unexpected
-if no rank takes it (:mod:`~dcp_plugin.core.state.across_ranks`).
+A load imports this module in three cases: such keys exist, a partial load has a pattern that matches nothing, or other
+ranks ask about their keys. Ranks may hold different keys, as pipeline stages do. A key that only the checkpoint has is
+unexpected if no rank takes it (:mod:`~dcp_plugin.core.state.across_ranks`).
 """
 
 from __future__ import annotations
@@ -242,7 +242,9 @@ class Differences:
 
     def _fits(self, keys: Collection[str], free: Collection[str]) -> list[Fit]:
         """Return the renames that would find missing keys. For a sub-module, only the prefix of its source can change.
-        If ranks take different keys the result is empty, since a rename that helps one rank would mislead another."""
+
+        The result is empty if ranks take different keys: a rename that helps one rank would mislead another.
+        """
         if self._union.ranks_differ:
             return []
         fits = fitting_renames(keys, free, self._match.stored)

@@ -1,9 +1,11 @@
 """One load, stage by stage: open, match, plan, read the values, read the tensors, apply.
 
-Two records of this module travel with those of :mod:`dcp_plugin.core.records`: :class:`_Begun` after the checkpoint is
-open, :class:`_Fitted` after match and plan. A load that restarts drops all records. Each stage that can fail ends in an
-all-or-none collective. All checks run before the first byte of a target is overwritten, and a single error names all
-misfits.
+Two records of this module travel with those of :mod:`dcp_plugin.core.records`. :class:`_Begun` exists after the
+checkpoint is open, and :class:`_Fitted` after match and plan. :class:`_Fitted` owns the plan until all tensors are
+read, also where ranks read for each other.
+
+A load that restarts drops all records. Each stage that can fail ends in an all-or-none collective. All checks run
+before the first byte of a target is overwritten, and a single error names all misfits.
 """
 
 from __future__ import annotations
@@ -398,8 +400,10 @@ class Loading:
         )
 
     def _note_received(self, context: _Begun, fitted: _Fitted) -> None:
-        """Remember the values that this rank got although it had nothing there, now or at an earlier load. Another rank
-        may hold them."""
+        """Remember the values that this rank got although it had nothing there, now or at an earlier load.
+
+        Another rank may hold these values.
+        """
         from dcp_plugin.core.state.across_ranks import (  # a process alone shares nothing with others
             note_received,
             received,
@@ -443,8 +447,9 @@ class Loading:
         self._reader.read(ReadPlanner(targets, self._reader.index, stored).plan())
 
     def _judge(self, context: _Begun, match: Match, incompatible: Mapping[str, Incompatible], union: Union) -> None:
-        """Judge the keys that load hooks report as missing or unexpected. Keys that were not selected may be missing,
-        and keys that another rank has taken are not unexpected.
+        """Judge the keys that load hooks report as missing or unexpected.
+
+        Keys that were not selected may be missing. Keys that another rank has taken are not unexpected.
 
         Raises:
             CheckpointMismatch: The policies make them errors.

@@ -3,9 +3,9 @@
 A load executes the match, and ``dcp-plugin load-plan`` prints it. Problems are collected, so that a single error names
 all of them. Ranks may hold different keys, as pipeline stages do. Each rank therefore matches its own objects.
 
-Most loads find all keys of the state in the checkpoint, under the same names, and no others. Two modules are for the
-other loads, and are imported for them: :mod:`~dcp_plugin.core.loading.renames` if keys have other names, and
-:mod:`~dcp_plugin.core.loading.differences` if keys are on one side only.
+Most loads find all keys of the state in the checkpoint, under the same names, and no others. Two modules are imported
+only for other loads. :mod:`~dcp_plugin.core.loading.renames` is for keys that have other names.
+:mod:`~dcp_plugin.core.loading.differences` is for keys that are on one side only.
 """
 
 from __future__ import annotations
@@ -138,8 +138,10 @@ class Matching:
         return Renames({} if self.partial is None else self.partial.rename, modules, overlapping)
 
     def _is_plain(self, adapter: ValueAdapter) -> bool:
-        """Return whether a value is a tensor, the checkpoint has a tensor under its name, and no partial load changes
-        the match. A flat state has thousands of these; key maps for them would take most of the time of a load."""
+        """Return whether a tensor is stored under its own name and no partial load changes the match.
+
+        A flat state has thousands of these. Key maps for them would take most of the time of a load.
+        """
         slot = self.index.slots.get(adapter.name)
         if self.partial is not None or slot is None or not adapter.is_tensor:
             return False
@@ -153,10 +155,11 @@ class Matching:
             self.match.stored[name] = name
 
     def _names(self, adapters: list[StateAdapter]) -> Iterable[tuple[StateAdapter, str]]:
-        """Yield each object with its name in the checkpoint: its own name, or that of the only object of its kind.
-        Per-rank values that stay as they are get no name and are left out.
+        """Yield each object with its name in the checkpoint. Per-rank values that stay as they are have none and are
+        left out.
 
-        An object is the only one of its kind if no rank has another, and the checkpoint has nothing under its name.
+        The name is the object's own. If the checkpoint has nothing under it, the name may be that of the only object of
+        its kind, of which no rank has another.
         """
         for adapter in adapters:
             name = adapter.name
@@ -261,9 +264,11 @@ class Matching:
             self.warn(f"{self.path}: {line}. The optimizer stays as it is.")
 
     def _ask(self, adapter: StateAdapter, key_map: KeyMap) -> Wanted:
-        """Return the wants of an object. They are empty if no key of the object is selected, because an optimizer
-        allocates memory for its wants. A module allocates nothing and is always asked, since its optimizer follows its
-        place in the checkpoint."""
+        """Return the wants of an object.
+
+        They are empty if no key of the object is selected, because an optimizer allocates memory for its wants. A
+        module allocates nothing. It is always asked, since its optimizer follows its place in the checkpoint.
+        """
         entries, paths = key_map.entries(self.index)
         if self.partial is not None and adapter.kind != "module":
             stored = (without_rank(key) for key in entries)
