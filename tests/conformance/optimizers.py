@@ -466,7 +466,8 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "NoTensors": OptimizerEntry(over_all(NoTensors)),
     "SlotsOfTensors": OptimizerEntry(over_all(SlotsOfTensors), ("plain", "fsdp2", "fsdp2@3")),
     "Grows": OptimizerEntry(over_all(Grows)),
-    # Not under DDP, where rank 0's state is that of all: stock mixes the ranks' tensors (state/test_rank_local.py).
+    # Not under DDP, where rank 0's state is that of all. Stock mixes the tensors of the ranks, see
+    # core/state/test_rank_local.py.
     "PerRank": OptimizerEntry(over_all(PerRank), oracle="right"),
     "PerRankOfOneShape": OptimizerEntry(over_all(PerRankOfOneShape), oracle="right"),
     "KeepsGlobalState": OptimizerEntry(over_all(KeepsGlobalState), ("plain",), oracle="right"),

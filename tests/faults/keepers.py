@@ -31,7 +31,7 @@ from tests.host_process import Process
 from tests.hosts import Host, Hosts, hosts
 from tests.limits import HANG
 
-CALLS = {"": 16_000, "/keeper/": 270}
+CALLS = {"": 16_000, "/tiers/": 270}
 """Of functions of ours in five saves, about: of all modules, and of those that hand over to the keeper."""
 CALLS_OF_A_KEEPER = 3000
 """Of functions of a keeper's stages in six saves, about."""
@@ -326,8 +326,8 @@ def leaks(folder: Path, lives: int, seed: int) -> list[str]:
         held: list[dict[str, int]] = []
         wrong: list[str] = []
         for number in range(lives):
-            at = chance.choice([ALL, 0, 1]), chance.randrange(CALLS["/keeper/"] // 2, CALLS["/keeper/"])
-            life = trained.life(saves=6, dies=None if number % 4 == 0 else at, counted="/keeper/", ends=False)
+            at = chance.choice([ALL, 0, 1]), chance.randrange(CALLS["/tiers/"] // 2, CALLS["/tiers/"])
+            life = trained.life(saves=6, dies=None if number % 4 == 0 else at, counted="/tiers/", ends=False)
             wrong += trained.run(life)
             if found := [one["holds"] for one in trained.notes if "holds" in one]:
                 held.append({name: max(one.get(name, 0) for one in found) for name in found[0]})

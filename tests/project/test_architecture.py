@@ -100,6 +100,95 @@ def test_packages_import_no_insides_of_others() -> None:
     assert not broken
 
 
+CIRCLES_TO_MEND = {
+    *("core.loading.differences", "core.loading.load", "core.loading.matching", "core.loading.origins"),
+    "core.loading.renames",
+}
+"""Modules below ``dcp_plugin`` whose circles are known. This becomes empty."""
+
+
+def _modules_imported() -> dict[str, dict[str, set[str]]]:
+    """The modules of the package that each module imports anywhere in it, with the names that it takes from them."""
+    files = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path for path in MODULES}
+    modules = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    imported: dict[str, dict[str, set[str]]] = {module: {} for module in modules}
+    for module, path in modules.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+                origin = node.module or "" if isinstance(node, ast.ImportFrom) else alias.name
+                name = f"{origin}.{alias.name}" if f"{origin}.{alias.name}" in modules else origin
+                if name in modules and name != module:
+                    imported[module].setdefault(name, set()).add(alias.name)
+    return imported
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Not under ``TYPE_CHECKING`` or in a function either: the files of a circle are understood only together."""
+    imported = _modules_imported()
+    reached = {module: {*names} for module, names in imported.items()}
+    for middle in imported:
+        for module in imported:
+            if middle in reached[module]:
+                reached[module] |= reached[middle]
+    assert "dcp_plugin.core.records" in reached["dcp_plugin.api"]
+    known = {f"dcp_plugin.{name}" for name in CIRCLES_TO_MEND}
+    drawn = {
+        f"{module} -> {name}": sorted(names)
+        for module, found in imported.items()
+        for name, names in found.items()
+        if module in reached[name] and not {module, name} <= known
+    }
+    assert drawn == {}
+
+
+SAME_NAMES = {
+    "commit.py": "the commit rule of a disk, and that of an object store",
+    "errors.py": "the public face, and its home in core/",
+    "events.py": "the public face, and its home in core/",
+}
+"""Names that two files of the package have, with the reason."""
+
+
+def test_no_two_files_have_one_name() -> None:
+    count = Counter(path.name for path in MODULES if path.stem not in ("__init__", "__main__"))
+    assert {name: number for name, number in count.items() if number > 1} == dict.fromkeys(SAME_NAMES, 2)
+
+
+LIMITS = {
+    "entries at the top": 18,
+    "folders at the top": 9,
+    "files": 232,
+    "statements": 32_079,
+    "statements in core/": 18_993,
+    "imports of the package per file": 6.6,
+}
+"""Size of the package. Whoever makes it smaller lowers these; whoever has to raise one says why in the commit."""
+
+
+def test_the_package_does_not_grow() -> None:
+    entries = [path for path in ROOT.iterdir() if path.name != "__pycache__"]
+    nodes = {path: [*ast.walk(ast.parse(path.read_text()))] for path in MODULES}
+    statements = {path: sum(isinstance(node, ast.stmt) for node in found) for path, found in nodes.items()}
+    origins = {
+        (path, alias.name if isinstance(node, ast.Import) else node.module)
+        for path, found in nodes.items()
+        for node in found
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    figures = {
+        "entries at the top": len(entries),
+        "folders at the top": sum(path.is_dir() for path in entries),
+        "files": len(MODULES),
+        "statements": sum(statements.values()),
+        "statements in core/": sum(n for path, n in statements.items() if path.is_relative_to(ROOT / "core")),
+        "imports of the package per file": round(
+            sum(str(origin).split(".")[0] == "dcp_plugin" for _, origin in origins) / len(MODULES), 1
+        ),
+    }
+    assert {name: figure for name, figure in figures.items() if figure > LIMITS[name]} == {}, LIMITS
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_module_says_what_it_is_for_and_private_torch_has_one_place(path: Path) -> None:
     tree = ast.parse(path.read_text())

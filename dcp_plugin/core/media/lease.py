@@ -1,5 +1,5 @@
-"""Records of saves in flight, and leases: how a process learns that the process of another save has ended, on a disk
-and in a store alike.
+"""Records of saves in flight, and leases, on a disk and in a store alike. By a lease, a process learns that the process
+of another save has ended.
 
 The process of a save touches its record every minute. A record that was not touched for :data:`LEASE` belongs to a
 process that has ended. The age of a record is measured by the clock of the file system or the store, never by comparing
@@ -40,7 +40,8 @@ def maker(time: float) -> dict[str, Any]:
 
 
 def contents(data: bytes, record: object) -> dict[str, Any]:
-    """Return the contents of a record in lines of JSON, without a line torn by a crash; nothing if it cannot be read.
+    """Return the contents of a record in lines of JSON; nothing if it cannot be read. A line torn by a crash is left
+    out.
 
     Args:
         record: The name of the record, for a warning.

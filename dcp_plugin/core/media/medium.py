@@ -19,7 +19,8 @@ from dcp_plugin.core.paths import ObjectPath, Where
 P = TypeVar("P", Path, ObjectPath)
 
 PAGE = 4096
-"""Bytes. A device reads and writes memory directly if it begins at a multiple of this; no device in use wants more."""
+"""Bytes. A device reads and writes memory directly if the memory begins at a multiple of this. No device in use needs a
+larger multiple."""
 
 IN_PLACE = 1 << 20
 """Payloads of at least this many bytes begin at a page of their file, and of the host copy of an asynchronous save."""
@@ -27,7 +28,7 @@ IN_PLACE = 1 << 20
 
 @dataclass(frozen=True)
 class Reservation(Generic[P]):
-    """A save in flight. It stays on the rank that reserved; other ranks receive its directory."""
+    """A save in flight. The rank that reserved keeps it. Other ranks receive its directory."""
 
     final: P
     """The final path of the checkpoint."""
@@ -117,8 +118,8 @@ def bytes_behind(memory: Sequence[memoryview], count: int) -> list[memoryview]:
 def stretches(sizes: Sequence[int], count: int) -> list[list[int]]:
     """Return the positions of neighbours in a file, cut into ``count`` stretches of about the same size.
 
-    Each thread reads a stretch: the system reads ahead for a thread that reads in order, and not for threads that take
-    turns in one file.
+    Each thread reads one stretch. The system reads ahead for a thread that reads in order. It does not read ahead for
+    threads that take turns in one file.
 
     Example:
         >>> stretches([3, 1, 1, 1], 2)
@@ -150,10 +151,10 @@ def scatter(chunks: Iterable[Any], memory: Sequence[memoryview]) -> int:
 
 
 class RangedFile(io.BufferedReader):
-    """A file of a published checkpoint, seekable, that reads a range into several pieces of memory at once.
+    """A seekable file of a published checkpoint. It reads a range into several pieces of memory at once.
 
     Args:
-        identity: A value that no other file has, and that changes with the contents of the file. None: unknown.
+        identity: A value that no other file has. It changes with the contents of the file. None: unknown.
         buffer_size: Bytes that a small read asks for.
     """
 
@@ -183,7 +184,8 @@ class RangedFile(io.BufferedReader):
         return done
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Prepare small reads within these ranges, each from one byte to before another. Raises OSError."""
+        """Prepare small reads within these ranges. A range is its first byte and the byte after its last. Raises
+        OSError."""
         self.ranges.expect(ranges)
 
 
@@ -206,8 +208,8 @@ _COST_ON_DISK = ReadCost()
 
 
 class Readable(Files, Protocol):
-    """The files of one checkpoint. Threads may open them at the same time. A subclass inherits the answers of a place
-    that has no links, pins nothing and where reads are system calls."""
+    """The files of one checkpoint. Threads may open them at the same time. The methods that a subclass inherits are
+    those of a place without links and pins, where a read is a system call."""
 
     @property
     def cost(self) -> ReadCost:
@@ -217,8 +219,8 @@ class Readable(Files, Protocol):
     def open(self, name: str) -> RangedFile: ...
 
     def version(self, names: Iterable[str]) -> str:
-        """Return a text that changes with the contents of these files and is the same on all hosts; empty if only
-        reading the files can tell. Raises OSError."""
+        """Return a text that changes with the contents of these files. It is the same on all hosts. It is empty if only
+        a read of the files shows a change. Raises OSError."""
         return ""
 
     def leads_elsewhere(self, name: str) -> bool:
@@ -284,11 +286,11 @@ class InFlight(NamedTuple):
     """Time of its last heartbeat or change, in seconds since the epoch."""
     launch: object
     """The record of the launch that saves (:func:`dcp_plugin.core.ranks.launcher.launch_record`), if another process
-    does."""
+    saves."""
     is_at_target: bool = False
     """True if the files are below the path of the checkpoint, as in a store."""
     user: int | None = None
-    """The other user to whom it belongs, and who alone can collect it as garbage; None: this user."""
+    """The other user to whom it belongs; None: this user. Only its user can collect it as garbage."""
 
 
 @dataclass(frozen=True)
@@ -322,8 +324,9 @@ class Medium(Protocol):
 
         Args:
             among_other_files: ``path`` may have other files in it than a checkpoint. They stay.
-            copy_of: The token of a checkpoint to be copied; in a store the stem of the directory. The directory has the
-                files that an earlier try of the same copy has kept (:meth:`discard`) or that a process that died left.
+            copy_of: The token of a checkpoint to be copied. In a store it is the stem of the directory. The directory
+                has the files that an earlier try of the same copy kept (:meth:`discard`), or those of a process that
+                died.
             recorded: The recorded time of the save, in seconds since the epoch, if it has one already.
 
         Raises:
@@ -395,13 +398,16 @@ class Medium(Protocol):
         """Delete a checkpoint. A half-deleted one is never taken for a checkpoint."""
 
     def collect_garbage(self, workspace: Where, dry_run: bool = False) -> list[Leftover[Any]]:
-        """Delete the files of saves and removals beside a workspace whose processes have ended for sure, and put back
-        what these had moved aside. Files that cannot be deleted stay for the next time. Return the garbage that
-        remains; with ``dry_run``, all of it."""
+        """Delete the files of saves and removals beside a workspace if their processes have certainly ended. Put the
+        checkpoints back that these processes had moved aside. Files that cannot be deleted stay for the next time.
+
+        Returns:
+            The garbage that remains; with ``dry_run``, all of it.
+        """
 
     def kind(self, path: Where) -> Literal["folder", "file", "other", ""]:
-        """Return the kind of the entry at a path, or of its link target; ``"other"`` for a named pipe or device,
-        empty if the path does not exist."""
+        """Return the kind of the entry at a path, or of its link target; empty if the path does not exist. A named pipe
+        or a device is ``"other"``."""
 
     def note(self, path: Where, data: bytes, replaced: Iterable[Where] = (), only_new: bool = False) -> bool:
         """Write a small file in a workspace, then delete the files in ``replaced``. Another process sees the earlier

@@ -1,7 +1,7 @@
 """Output of this package for another tool: files with the names that the tool expects.
 
 On a disk the output appears complete at its path, or not at all, as a save does. In an object store each object appears
-when it is complete, and an output that fails deletes the objects that it has written, and no others.
+when it is complete. An output that fails there deletes the objects that it has written, and no others.
 """
 
 from __future__ import annotations

@@ -29,8 +29,9 @@ _ACCELERATE_NUMBERED = re.compile(r"checkpoints/checkpoint_\d+")
 
 
 def workspace_of(final: P) -> P:
-    """Return the directory in which a checkpoint is made and deleted: in its parent. The numbered checkpoints of an
-    Accelerate project have it one level higher: Accelerate takes every entry of their folder for a checkpoint."""
+    """Return the directory in which a checkpoint is made and deleted. It is in the parent of the checkpoint. For the
+    numbered checkpoints of an Accelerate project it is one level higher: Accelerate takes every entry of their folder
+    for a checkpoint."""
     return cast(P, workspace_in(_folder_of(final)))
 
 
@@ -96,8 +97,8 @@ def is_target(name: object) -> bool:
 
 
 def files_below(medium: Medium, folder: Where, before: str = "") -> Iterator[tuple[str, Listed[Any]]]:
-    """Yield the entries below a folder that are no folders themselves, with their names, ``/`` between folders. Raises
-    OSError."""
+    """Yield the entries below a folder that are no folders themselves, and their names. A name has ``/`` between
+    folders. Raises OSError."""
     for entry in medium.entries(folder):
         if entry.path.parent != folder:  # a key with ".." in it, which is to lead out of the folder
             continue
@@ -147,9 +148,7 @@ def unpacked(files: Readable) -> Readable:
     names = files.names()
     if not any(name.startswith(PACKED) for name in names):
         return files
-    from dcp_plugin.core.media.packed_view import (
-        packed_view,  # needed for object stores, and for copies of their checkpoints
-    )
+    from dcp_plugin.core.media.packed_view import packed_view  # for object stores and copies of their checkpoints
 
     return packed_view(files, names)
 

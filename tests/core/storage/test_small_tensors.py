@@ -11,7 +11,7 @@ from torch import nn
 
 import dcp_plugin as dcp
 from dcp_plugin.core.planning.local_inventory import LocalInventory, ties_of
-from dcp_plugin.core.planning.save import PlanExchange, encode_state
+from dcp_plugin.core.planning.save import PlanExchange, encode_state, items_to_write
 from dcp_plugin.core.ranks.collectives import Ranks
 from dcp_plugin.core.state.named_objects import adapters_of, gather_state
 from dcp_plugin.core.tensors.kinds import is_dense_memory
@@ -29,7 +29,7 @@ def _before_the_first_write(state: dict[str, Any]) -> list[Any]:
     inventory = LocalInventory.of_state(flat, paths)
     exchange, ranks = PlanExchange(), Ranks()
     answer = ranks.combine("plan", lambda: exchange.claim(inventory), exchange.answer)
-    return exchange.plan("plan", ranks, inventory, answer).items(flat)
+    return items_to_write(exchange.plan("plan", ranks, inventory, answer), flat)
 
 
 def _calls(count: int) -> int:

@@ -28,7 +28,7 @@ from dcp_plugin.core.format.pickles.unpickler import FILE, load
 from dcp_plugin.core.format.torch_archive import Archive
 from dcp_plugin.core.state.module import gather_fsdp1_module, same_flat_parameter
 from dcp_plugin.core.state.names import parameter_names
-from dcp_plugin.core.tensors import _torch, _torch_modules, _torch_sharded
+from dcp_plugin.core.tensors import _torch, _torch_modules, _torch_sharded, kinds
 from tests.compare import full, same_bytes
 from tests.launch import on_ranks
 
@@ -190,7 +190,7 @@ def test_tensors_with_the_protocol_of_dcp_tell_their_chunks() -> None:
     assert [(chunk.offsets, chunk.sizes) for chunk in value.chunks] == [((0, 0), (2, 1)), ((0, 1), (2, 2))]
     assert [chunk.tensor.data_ptr() for chunk in value.chunks] == [part.data_ptr() for part in parts]
     fields = getattr(torch.distributed.checkpoint, "CheckpointableTensor", None)  # from torch 2.14 on
-    assert fields is None or set(fields.__annotations__) == set(_torch.CHECKPOINTABLE)
+    assert fields is None or set(fields.__annotations__) == set(kinds.CHECKPOINTABLE)
 
 
 def test_to_leave_safe_globals_forgets_what_was_known_before() -> None:

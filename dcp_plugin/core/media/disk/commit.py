@@ -3,26 +3,29 @@
 A checkpoint is real when, and only when, ``.metadata`` is in its final directory (for our own: ``dcp_plugin.json``
 and ``dcp_plugin.index`` too). A save never writes into the final directory. Its steps:
 
-- :func:`reserve` makes ``<parent>/.dcp_plugin/<token>.saving/``, on the same file system as the final name, and
-  ``<token>.json`` that says which checkpoint this will be. The process that saves holds a lock on the latter.
+- :func:`reserve` makes ``<parent>/.dcp_plugin/<token>.saving/``, on the same file system as the final name. Its record,
+  ``<token>.json``, says which checkpoint this will be. The process that saves holds a lock on the record.
 - All ranks write and sync their files in it, also the extra files of a framework.
 - The medium (:meth:`dcp_plugin.core.media.disk.local_disk.LocalDisk.publish`) writes and syncs the metadata.
 - :func:`publish` renames the directory to its final name. If an earlier checkpoint has the name, one system call
-  exchanges both names, so the old or the new checkpoint can be loaded at every moment. Where that call does not exist,
-  the old checkpoint moves to ``<token>.aside`` in between, and :func:`locate` returns that path. Then the old
-  checkpoint is deleted; files of other programs in it move to the new one.
-- :func:`discard` ends a save that failed. It can keep the directory of a copy: the next reservation of the same copy
-  takes over its record and its directory, as it does after a copy that died.
+  exchanges both names. So the old or the new checkpoint can be loaded at every moment. Where that call does not exist,
+  the old checkpoint moves to ``<token>.aside`` in between, and :func:`locate` returns that path. Then the files of
+  other programs in the old checkpoint move to the new one, and the old checkpoint is deleted.
+- :func:`discard` ends a save that failed. It can keep the directory of a copy. The next reservation of the same copy
+  takes over the record and the directory, as it does after a copy that died.
 
-A removal renames to ``<token>.deleted`` first, for the same reason. After a crash, the next save calls :func:`sweep`,
-which gives a moved checkpoint its name back and deletes the other files. First it renames the directory of the ended
-save to ``<token>.deleted``, so that a save wrongly declared dead cannot be published. A lock that can be taken proves
-that a process has ended only where both processes share locks: in one boot of one machine, and on one mount. Between
-others the lease decides (:mod:`dcp_plugin.core.media.lease`), because Lustre with ``localflock`` and NFS with
-``nolock`` grant the same lock on each node. No entry of ``.dcp_plugin`` is ever taken for a checkpoint. Its names do
-not contain names of checkpoints, because frameworks search for patterns. If ``.dcp_plugin`` belongs to another user,
-the directory of this user has the number of the user at the end of its name. What another user has left over is read,
-and never changed (:class:`dcp_plugin.core.media.disk.posix.OwnFolder`).
+A removal renames to ``<token>.deleted`` first, for the same reason.
+
+After a crash, the next save calls :func:`sweep`. It gives a moved checkpoint its name back and deletes the other files.
+First it renames the directory of the ended save to ``<token>.deleted``, so that a save wrongly declared dead cannot be
+published. A lock that can be taken proves that a process has ended only where both processes share locks: in one boot
+of one machine, and on one mount. Between others the lease decides (:mod:`dcp_plugin.core.media.lease`). Lustre with
+``localflock`` and NFS with ``nolock`` grant the same lock on each node.
+
+No entry of ``.dcp_plugin`` is ever taken for a checkpoint. Its names do not contain names of checkpoints, because
+frameworks search for patterns. If ``.dcp_plugin`` belongs to another user, the directory of this user has the number of
+the user at the end of its name. Garbage of another user is read, and never changed
+(:class:`dcp_plugin.core.media.disk.posix.OwnFolder`).
 
 Two saves to one path at the same time are not guarded against each other beyond this: the last to publish wins.
 """
@@ -75,20 +78,21 @@ class _Held:
     workspace: posix.OwnFolder
     target: str
     owner: Callable[[], Reservation[Path] | None]
-    """Returns the reservation; None once the save has ended, without an end of its own if Ctrl-C came in between."""
+    """Returns the reservation; None once the caller has dropped it. A save that Ctrl-C ended has no other sign of its
+    end."""
     descriptor: int = -1
     as_a_whole: bool = False
     """True for a copy: it replaces a directory together with all files in it."""
     naming: bool = False
-    """True while the save gets its final name and after that: then its directory may be the old checkpoint, with files
-    of the user."""
+    """True from the moment at which the save gets its final name. From then on its directory may be the old checkpoint,
+    with files of the user."""
     stop_heartbeat: Callable[[], None] = lambda: None
     """Ends the heartbeat of the record."""
 
 
 _held: dict[str, _Held] = {}
-"""The held records by token. POSIX locks do not exclude their own process, and closing any descriptor of a file drops
-them: the records of these tokens must not be opened again."""
+"""The held records by token. They must not be opened again: a POSIX lock does not exclude its own process, and closing
+any descriptor of the file drops it."""
 
 _MAX_RECORD = 1 << 16
 _ATTEMPTS = 20
@@ -270,7 +274,7 @@ def remove(path: Path) -> None:
 
 
 def link(path: Path, target: Path) -> None:
-    """Make ``path`` a link to the checkpoint ``target``, relative, so that both can be moved together.
+    """Make ``path`` a relative link to the checkpoint ``target``: both can be moved together.
 
     The link replaces an earlier link or checkpoint at once. If the kernel cannot exchange names, a checkpoint has no
     name for a moment.
@@ -346,8 +350,8 @@ def _as_it_was(what: str) -> Iterator[None]:
 
 
 def sweep(workspace: Path) -> None:
-    """Collect the garbage of ended processes of this user and of failed calls: give moved checkpoints their names back,
-    delete the other files. The next sweep repeats a step that fails."""
+    """Collect the garbage of ended processes of this user and of failed calls. Moved checkpoints get their names back,
+    and the other files are deleted. The next sweep repeats a step that fails."""
     for folder, token, noted in _ended_saves(workspace):
         with suppress(OSError):
             target = lease.target_in(noted)
@@ -417,8 +421,8 @@ def _left_by(
 
 
 def _open_if_ended(folder: posix.OwnFolder, token: str) -> int | None:
-    """Open a record of this user, and lock it where the file system has locks. None if the process that made it may be
-    alive. Raises OSError, also if another user has made it."""
+    """Return the descriptor of a record of this user; None if the process that made it may be alive. The record is
+    locked where the file system has locks. Raises OSError, also if another user has made it."""
     descriptor, is_locked = _locked(folder, token, create=False)
     if descriptor is None:
         return None
@@ -611,8 +615,11 @@ def _make_record(final: Path, entries: dict[str, str]) -> Reservation[Path]:
 
 
 def _locked(workspace: posix.Folder, token: str, create: bool) -> tuple[int | None, bool]:
-    """Open a record, and lock it where the file system has locks. Return its descriptor, None while another process has
-    the lock; and whether it is locked."""
+    """Open a record, and lock it where the file system has locks.
+
+    Returns:
+        Its descriptor, None while another process has the lock; and whether it is locked.
+    """
     record = f"{token}.json"
     try:
         return posix.lock(workspace, record, create), True
@@ -639,14 +646,17 @@ def _end_own(reservation: Reservation[Path], publishing: str | None = None) -> N
 
 def _end(workspace: posix.OwnFolder, token: str, final: Path | None, publishing: str | None) -> bool:
     """Give a moved checkpoint its name back, or move the files of other programs from it to the checkpoint that has
-    replaced it. Then delete the files of the save. Return whether all are durably deleted: then its record may be.
+    replaced it. Then delete the files of the save.
 
     Args:
         final: The path of the checkpoint; None if the record is torn.
         publishing: The identity of a checkpoint that keeps the other files of the one that it replaces.
+
+    Returns:
+        Whether all files are durably deleted. Only then may the record be deleted.
     """
-    # First of all the directory loses its name: its process may only have been suspended on a node that shares no
-    # locks with this one, and would give the final name to a directory that is half deleted.
+    # First of all the directory loses its name. Its process may only have been suspended, on a node that shares no
+    # locks with this one. It would give the final name to a directory that is half deleted.
     with suppress(FileNotFoundError):
         workspace.rename(f"{token}.saving", f"{token}.deleted")
     aside = f"{token}.aside"
@@ -675,8 +685,11 @@ def _end(workspace: posix.OwnFolder, token: str, final: Path | None, publishing:
 
 
 def _let_go(token: str, finished: bool = False) -> None:
-    """Drop the lock, and delete the record of a finished save. Otherwise the next save in the folder, by this process
-    too, sweeps the files of the record."""
+    """Drop the lock of a record.
+
+    Args:
+        finished: Delete the record. Otherwise the next save in the folder, also one of this process, sweeps its files.
+    """
     held = _held.get(token)
     if held is None:
         return
@@ -702,8 +715,8 @@ def _name_in(workspace: Path, final: Path) -> str:
 
 
 def _noted(folder: posix.Folder, token: str) -> dict[str, Any]:
-    """Return the contents of a record; nothing if it cannot be read, and the target alone for a save of this process:
-    closing its record would drop the lock."""
+    """Return the contents of a record; nothing if it cannot be read. For a save of this process, return the target
+    alone: closing its record would drop the lock."""
     if token in _held:
         return {"target": _held[token].target}
     with suppress(OSError), FileIO(folder.open(f"{token}.json", os.O_RDONLY)) as record:

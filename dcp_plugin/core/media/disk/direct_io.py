@@ -1,14 +1,14 @@
 """A new data file, written front to back in large aligned blocks, through the page cache or past it.
 
-Through the page cache, what was saved can be loaded again without the device, as after a restart on the same host. The
-kernel is told to write the pages back while the file is written, so the sync at the end is short. ``O_DIRECT`` spares
-the copy, the CPU time of the page cache, and evicting what the training keeps in it: so it is used for files that are
-large for the memory there is. Some file systems refuse it when it is switched on, others at the first write; so it is
-tried, and the file is written through the page cache where it fails. Nothing is known from the name of a file system,
-but that tmpfs has no device.
+A file in the page cache can be loaded again without the device, as after a restart on the same host. The kernel is
+asked to write the pages back while the file is written, so the sync at the end is short.
 
-The size is known beforehand, so the space on a device is reserved at once: a full disk is found before anything is
-written.
+``O_DIRECT`` saves the copy and the CPU time of the page cache. It also evicts no page that the training uses. So it is
+used for files that are large for the available memory. Some file systems refuse it when it is switched on, others at
+the first write. Where it fails, the file is written through the page cache. The name of a file system shows nothing,
+except that tmpfs has no device.
+
+The size is known beforehand, so the space on a device is reserved at once. A full disk is found before the first write.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LARGE = 1 << 16  # from here on numpy copies faster, and without holding the in
 _START_WRITEBACK = 8 << 20
 _FILES_IN_CACHE = 32
 """The number of files of one size that must fit into the available memory for the page cache to be used. A host may
-have eight ranks that write two each, and they should not displace what the training has read."""
+have eight ranks that write two files each. Their files must not displace the pages that the training has read."""
 _REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY, errno.EFAULT}  # the last: memory that cannot be read past it
 
 
@@ -43,8 +43,8 @@ class BlockFile:
 
     Args:
         size: Its final size.
-        direct: Whether to use ``O_DIRECT``. ``"auto"``: if it is more than a small part of the available memory, and
-            the file system takes it and is not memory itself.
+        direct: Use ``O_DIRECT``. ``"auto"``: use it if the file is large for the available memory. A file system in
+            memory, or one that refuses it, gets the file without it.
         wrote: Called with every number of bytes that went to the file system, from one thread at a time.
 
     Raises:
@@ -56,8 +56,8 @@ class BlockFile:
         self, path: Path, size: int, direct: bool | Literal["auto"], wrote: Callable[[int], None] = ignore
     ) -> None:
         self._path, self._wrote, self._forced = path, wrote, direct is True
-        # Page-aligned, and shared memory: a fork while the device reads from it would move private pages elsewhere.
-        # What is not used of it takes no memory.
+        # Page-aligned, for O_DIRECT. Shared, since a fork while the device reads would move private pages elsewhere.
+        # Unused pages take no memory.
         self._buffer, self._other = (memoryview(mmap.mmap(-1, BUFFER)) for _ in range(2))
         self._filled = 0
         self._position = 0
@@ -97,11 +97,11 @@ class BlockFile:
         return self._position + self._filled
 
     def takes_in_place(self, address: int) -> bool:
-        """Return as :meth:`dcp_plugin.core.media.medium.NewFile.takes_in_place`."""
+        """See :meth:`dcp_plugin.core.media.medium.NewFile.takes_in_place`."""
         return self.direct and address % PAGE == 0 and self.tell() % PAGE == 0
 
     def write(self, data: bytes | bytearray | memoryview, kept: bool = False) -> None:
-        """Append as :meth:`dcp_plugin.core.media.medium.NewFile.write`."""
+        """See :meth:`dcp_plugin.core.media.medium.NewFile.write`."""
         if len(data) >= _LARGE and not self.direct:
             self._write_now(self._buffer[: self._filled])
             self._filled = 0

@@ -113,7 +113,7 @@ def _status(entry: os.DirEntry[str]) -> FileStatus:
 
 
 def _in_flight(path: Path) -> InFlight | None:
-    """Return the save of an entry of a workspace; also what a save of another user has left over, which stays."""
+    """Return the save of an entry of a workspace. Garbage of another user, which stays, counts as a save."""
     if path.suffix not in (".saving", ".deleted", ".aside"):
         return None
     with suppress(OSError):

@@ -1,9 +1,9 @@
 """Files of a checkpoint in a directory, read while other processes publish, replace and delete checkpoints; and hard
 links to its data files.
 
-:class:`PinnedFiles` opens the directory once and reads through its descriptor: an overwrite exchanges names, a removal
-renames first, and the descriptor stays with its directory. So all bytes are of the same save. After the removal deletes
-a file that is not open yet, the file is missing; :meth:`PinnedFiles.moved` distinguishes that from damage.
+:class:`PinnedFiles` opens the directory once and reads through its descriptor. An overwrite exchanges names, a removal
+renames first, and the descriptor stays with its directory. So all bytes are of the same save. A file that a removal
+deletes before it is open is missing; :meth:`PinnedFiles.moved` distinguishes that from damage.
 
 :func:`link_file` gives a data file a further name, in a later checkpoint. It compares the identity of the file before
 and after that, because another file may take its name at any time.
@@ -25,7 +25,7 @@ from dcp_plugin.core.media.disk import posix
 from dcp_plugin.core.media.medium import GONE, CannotLink, DataFile, RangedFile, Readable
 
 _DIRECTORY = getattr(os, "O_DIRECTORY", 0)
-_TO_HOLD = getattr(os, "O_PATH", 0) | _DIRECTORY  # O_PATH, which is Linux's alone: of a directory not to be listed, too
+_TO_HOLD = getattr(os, "O_PATH", 0) | _DIRECTORY  # Linux alone has O_PATH, for a directory not to be listed
 _MET_A_LINK = {errno.ELOOP, errno.ENOTDIR}
 _MOST_PINNED = 256
 """Files that are pinned at the same time. A process may often have no more than 1024."""

@@ -1,8 +1,8 @@
 """The file-system operations of a commit: directories opened without following links, syncs, exchanges of names, and
 locks that the kernel drops when their process ends.
 
-The rule: nothing of another user is renamed, moved or deleted unless the caller names it. :func:`refuse_other_user`
-checks the owner for :class:`OwnFolder`, through which all left-overs are reached that are changed.
+The rule: nothing of another user is renamed, moved or deleted unless the caller names it. All garbage is changed
+through :class:`OwnFolder`, for which :func:`refuse_other_user` checks the owner.
 
 A new file or directory is durable when it is synced and the directory that has its name is synced. A rename is durable
 when both directories are synced. :func:`make_directories` and :func:`sync_tree` do that; otherwise the caller does.
@@ -256,8 +256,8 @@ def _sync_if_regular(path: Path) -> None:
 def preallocate(fd: int, size: int) -> None:
     """Reserve space for a new file, so that a full disk is found before it is written.
 
-    The C library's ``posix_fallocate``, which is what ``os`` has, writes to every block of a file system that cannot
-    do this (NFS 3, for one).
+    ``os`` has ``posix_fallocate`` of the C library, which writes to every block of a file system that cannot do this.
+    NFS 3 is such a file system.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if size:
@@ -305,14 +305,14 @@ def exchange(folder: OwnFolder, name: str, other: Path) -> bool:
 
 
 def machine() -> str:
-    """Return the identity of the boot and the process namespace, within which a number names one process. Empty if the
-    system does not report it."""
+    """Return the identity of the boot and the process namespace, within which a number names one process. It is empty
+    if the system does not report it."""
     return _boot_and_namespace("pid")
 
 
 def mount_of(fd: int) -> str:
-    """Return the identity of the boot, the mount namespace and the device of an open file: processes with the same one
-    share its locks. Empty if the system does not report it."""
+    """Return the identity of the boot, the mount namespace and the device of an open file. Processes with the same
+    identity share its locks. It is empty if the system does not report it."""
     here = _boot_and_namespace("mnt")
     return here and f"{here} {os.fstat(fd).st_dev}"
 
@@ -340,8 +340,8 @@ def has_ended(on_machine: object, pid: object) -> bool:
 def lock(folder: Folder, name: str, create: bool) -> int | None:
     """Create or open a file and lock it for this process; its descriptor, or None while another process holds it.
 
-    The kernel drops the lock when the process dies, however it dies. POSIX locks, because a forked data loader
-    worker does not inherit them and because they work over NFS. They do not exclude the same process.
+    The kernel drops the lock when the process dies, however it dies. The lock is one of POSIX: a forked data loader
+    worker does not inherit it, and it works over NFS. It does not exclude its own process.
 
     Raises:
         OSError: The file system has no locks, or the file cannot be made.

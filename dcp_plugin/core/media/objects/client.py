@@ -77,7 +77,7 @@ class NoConditions(Exception):
 
 class ObjectWriter:
     """An object under construction: an upload in parts, or one request if it is small. It appears, durable, at the end
-    of the ``with`` block; if that fails, the upload is aborted.
+    of the ``with`` block. If the block fails, the upload is aborted.
 
     Args:
         writer: A writer of obstore, or of the same shape. An exit with an error aborts the upload.
@@ -202,8 +202,8 @@ def _table(options: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 _UNTIL_ANSWERED = timedelta(seconds=8)
-"""Time for which a request is repeated while the store has never answered this process: its address may be mistyped. An
-attempt to connect takes up to 10 s, and a call makes up to two requests."""
+"""Time for which a request is repeated while the store has never answered this process: its address may be mistyped.
+An attempt to connect takes up to 10 s. A call makes up to two requests."""
 _HASTY_BACKOFF = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=2), "base": 2}
 _RETRIES = {"max_retries", "retry_timeout", "backoff"}
 _ENDPOINT = re.compile(r"https?://[^/\s]")

@@ -13,13 +13,13 @@ of a save:
 A reader of the old checkpoint still finds its objects after a new one has replaced it. The save after the new one
 deletes them. A removal deletes ``.metadata`` first.
 
-The record of an ended process is recognised by the time of its last put, by the clock of the store; on the same
-machine, by the number of the process. The next save in the folder deletes the objects of up to 100 such records
-together (:func:`sweep`):
+The record of an ended process is recognised by the time of its last put, by the clock of the store. On the same
+machine, it is recognised by the number of the process. The next save in the folder deletes the objects of up to 100
+such records together (:func:`sweep`):
 
 1. The record is put again, marked as dead. A save wrongly declared dead sees the mark before it commits. If the
    sweeping process dies too, the next sweep continues.
-2. If the dead save would have replaced a checkpoint, ``.metadata`` gets another tag, so that a request of the dead save
+2. If the dead save would have replaced a checkpoint, ``.metadata`` gets another tag. Then a request of the dead save
    that is still in flight fails. If the path had no checkpoint, a save checks its record after the commit, too.
 3. The sweep lists the objects, then the records, then reads ``.metadata``. In this order, each listed object of a live
    save has a record or is published. The other objects are deleted, and last the record.
@@ -104,7 +104,8 @@ class _Held:
     record: str
     """The key of its record."""
     owner: Callable[[], Reservation[ObjectPath] | None]
-    """Returns the reservation; None once the save has ended, without an end of its own if Ctrl-C came in between."""
+    """Returns the reservation; None once the caller has dropped it. A save that Ctrl-C ended has no other sign of its
+    end."""
     tag: str | None
     """The tag of the ``.metadata`` that this save replaces."""
     replaced: str
@@ -184,8 +185,8 @@ def _begin(
 ) -> Reservation[ObjectPath]:
     """Put the record of a save or a removal at a path, of which ``published`` is the ``.metadata``.
 
-    Its token has the recorded time. For a save that has none yet, that is the time of this machine's clock, if that
-    agrees with the store's, and else of the latter.
+    Its token has the recorded time. A save without one gets the time of this machine's clock if that agrees with the
+    store's clock. Otherwise it gets the time of the store's clock.
     """
     now, last = time.time(), _last_time[0]
     reservation = _put_record(client, final, published, _later(now) if recorded is None else recorded, noted)
