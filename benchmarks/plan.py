@@ -45,7 +45,7 @@ from dcp_plugin.core.format.metadata import encode
 from dcp_plugin.core.format.payload import block_size
 from dcp_plugin.core.format.summary import fingerprint
 from dcp_plugin.core.planning.local_inventory import Holdings, LocalInventory
-from dcp_plugin.core.planning.reads import ShardedLoadPlanner
+from dcp_plugin.core.planning.reads import ReadPlanner
 from dcp_plugin.core.planning.save import DIGEST, PlanExchange, in_table_order, items_to_write
 from dcp_plugin.core.ranks.collectives import Ranks
 from dcp_plugin.core.records import RankPlan
@@ -316,9 +316,7 @@ def _ours(mesh: str, ranks: int, tensors: int, directory: Path, most_threads: in
     )
 
     def local() -> None:
-        planner = ShardedLoadPlanner()
-        planner.use_index(dict(state), index, {key: key for key in state})
-        planner.create_local_plan()
+        ReadPlanner(state, index, {key: key for key in state}).plan()
 
     figures.time("local", local)
     return figures

@@ -164,28 +164,28 @@ class Checkpointer:
     ) -> LoadReport:
         """Fill ``state`` from a checkpoint, in place. Collective.
 
-        Modules and optimizers may be wrapped and distributed differently than at the save. The target determines the
-        loaded tensors: the checkpoint must have the tensors of mappings, lists and ``Stateful`` objects with their
-        shapes, like those of a module. Plain values are replaced in their mapping, and values that only the checkpoint
-        has are added. An empty mapping or None receives all entries that are stored under its name.
+        Modules and optimizers may be wrapped and distributed differently than at the save.
 
-        For tensors that only the checkpoint has, the following holds. A mapping or list does not read them. A
-        ``Stateful`` gets the tensors that no rank's target has, and its ``load_state_dict`` judges them; with
-        ``strict=False`` or ``unexpected="ignore"`` they are not read. A warning names the tensors that are not read. To
-        give every object the state of its save, independent of its current tensors, use
-        :func:`~dcp_plugin.resume_or_init`.
+        The target determines the loaded tensors. The checkpoint must have every tensor of a module, mapping, list or
+        ``Stateful``, in its shape. Plain values are replaced in their mapping. Values that only the checkpoint has are
+        added to it. An empty mapping or None receives all entries that are stored under its name.
 
-        All checks that are possible in advance run before the first byte is overwritten. If reading then fails (a bad
-        disk, a checksum that differs), modules and existing optimizer state are partly loaded.
+        A mapping or list does not read tensors that only the checkpoint has. A ``Stateful`` gets them if no rank's
+        target has them, and its ``load_state_dict`` judges them. With ``strict=False`` or ``unexpected="ignore"``, a
+        ``Stateful`` does not read them either. A warning names the tensors that are not read.
+        :func:`~dcp_plugin.resume_or_init` gives every object the state of its save, whatever tensors it has now.
+
+        All checks that are possible in advance run before the first byte is overwritten. A later failure, such as a bad
+        disk or a checksum that differs, leaves modules and existing optimizer state partly loaded.
 
         If another process overwrites or deletes the checkpoint meanwhile, all ranks load the complete old checkpoint or
-        the complete new one. With more than 256 files, some of the old ones may be missing in this case; the load then
-        raises ``CheckpointNotFound`` after a part is loaded.
+        the complete new one. The exception is a checkpoint of more than 256 files, some of which may be missing then.
+        The load raises ``CheckpointNotFound`` after it has loaded a part.
 
-        Parameters and buffers are filled in place. If a module overrides ``load_state_dict`` or
-        ``_load_from_state_dict``, or has load hooks or extra state, this code runs in the order and with the arguments
-        of ``nn.Module.load_state_dict``. The tensors that it needs are read one submodule after the other. Keys that it
-        reports as missing or unexpected raise an error after everything is loaded.
+        Parameters and buffers are filled in place. A module may have code that loads: an override of
+        ``load_state_dict`` or ``_load_from_state_dict``, load hooks, or extra state. This code runs in the order and
+        with the arguments of ``nn.Module.load_state_dict``. Its tensors are read one submodule after the other. Keys
+        that it reports as missing or unexpected raise an error after everything is loaded.
 
         Args:
             partial: Rules for the keys of ``state`` to load and their names in the checkpoint, equal on all ranks.
@@ -193,13 +193,12 @@ class Checkpointer:
                 ``state``.
             strict: If true, these are errors: missing and unexpected keys of modules and optimizers, missing keys of
                 other objects, and different shapes in a ``Stateful``. A key is unexpected if no rank takes it.
-                ``False`` takes precedence over the policy ``"error"`` of ``partial``; its policy ``"warn"`` still
-                warns.
+                ``False`` takes precedence over the policy ``"error"`` of ``partial``, but not over ``"warn"``.
 
         Raises:
             CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: The checkpoint cannot be
-                loaded; raised on every rank. If an automatic resume has chosen ``path`` and the checkpoint is damaged,
-                it is quarantined, so that the next resume ignores it.
+                loaded; raised on every rank. A damaged checkpoint that an automatic resume has chosen is quarantined:
+                the next resume ignores it.
             CheckpointUnreadable: The file system failed to read; raised on every rank.
             CheckpointMismatch: Keys do not fit; the message names all of them, with a remedy. Or ranks load different
                 checkpoints or different parts.

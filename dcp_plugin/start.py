@@ -48,7 +48,7 @@ from dcp_plugin.core.runs.launches import refuse_other_ranks
 from dcp_plugin.core.sources import SourceFiles
 from dcp_plugin.core.state.names import is_list_of
 from dcp_plugin.core.storage.published import read_summary, summary_if_readable
-from dcp_plugin.core.storage.reader import ShardedReader
+from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.types import CheckpointState, public_class
 
 
@@ -208,7 +208,7 @@ class StartOptions:
             return
 
         def leaves_out() -> bool:
-            with suppress(CheckpointError, OSError), ShardedReader(path, check_files=False, files=files) as reader:
+            with suppress(CheckpointError, OSError), CheckpointReader(path, check_files=False, files=files) as reader:
                 return bool(reader.index.left_out)  # the load raises the error of a checkpoint that cannot be read
             return False
 
@@ -325,8 +325,8 @@ def resume_or_init(
 ) -> Start:
     """Load the run's newest checkpoint into ``state``, or else the pre-trained weights ``init_from``. Collective.
 
-    A resume restores: mappings, lists and ``Stateful`` objects get the tensors that they had at the save, of any shape
-    and number. A warning names the tensors that the target has and the checkpoint lacks.
+    A resume gives mappings, lists and ``Stateful`` objects the tensors that they had at the save, of any shape and
+    number. A warning names the tensors that the target has and the checkpoint lacks.
 
     Args:
         state: The state to fill, see :meth:`Checkpointer.load`. A resume loads all of it, a warm start only its

@@ -32,6 +32,7 @@ USED_BY_ALL = {
     "types",
 }  # fmt: skip
 HELPERS = {
+    "loading/__init__.py",
     "media/choice.py",
     "media/disk/direct_io.py",
     "media/disk/local_files.py",
@@ -48,7 +49,7 @@ SHOWN = {"loading", "media", "storage"}
 """Rooms whose calls from file to file are shown."""
 RECORDS = {
     "SaveRequest", "LiveState", "GatheredState", "StagedState", "SavePlan", "WrittenPart",
-    "OpenCheckpoint", "_Begun", "Match", "LoadPlan", "_Fitted", "LoadReport",
+    "OpenCheckpoint", "_Begun", "Match", "ReadPlan", "_Fitted", "LoadReport",
 }  # fmt: skip
 EVENTS = str(PACKAGE / "core" / "events.py")
 THREAD = "dcp-save"

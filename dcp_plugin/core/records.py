@@ -19,9 +19,9 @@ stage    takes                          returns
 =======  =============================  =========================================================
 open     a path                         :class:`OpenCheckpoint`: the index, and files for reading
 match    :class:`OpenCheckpoint`        :class:`Match`: the key in the checkpoint of each target
-plan     :class:`Match`                 :class:`LoadPlan`: the boxes that this rank reads
-values   :class:`LoadPlan`              checked values, before any tensor is overwritten
-tensors  :class:`LoadPlan`              filled targets
+plan     :class:`Match`                 :class:`ReadPlan`: the values and boxes that this rank reads
+values   :class:`ReadPlan`              checked values, before any tensor is overwritten
+tensors  :class:`ReadPlan`              filled targets
 apply    :class:`Match`                 :class:`LoadReport`
 =======  =============================  =========================================================
 
@@ -48,7 +48,6 @@ from dcp_plugin.core.types import Flat, KeyPath, Shape, ShardedValue, Wanted, pu
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed.checkpoint.planner import ReadItem
 
     from dcp_plugin.core.format.metadata import Aliases, Views
     from dcp_plugin.core.format.values import WholeItem
@@ -303,29 +302,37 @@ class Match:
     warnings: list[str] = field(default_factory=list)
 
 
-LARGEST_CHUNK = 1 << 20
-"""Bytes of the largest :class:`WholeChunk`. A larger chunk is read as ``ReadItem`` objects, which cost little
-compared with its bytes."""
-
-
-class WholeChunk(NamedTuple):
-    """A stored chunk that is read without conversion: complete, into plain memory of its dtype and size."""
+class BoxRead(NamedTuple):
+    """The read of a box of a stored chunk, and the memory that it fills."""
 
     key: str
     """Key in the checkpoint."""
     number: int
     """Number of the chunk among those of all keys."""
     target: torch.Tensor
+    """A tensor of the shape of the box, on this rank."""
+    offsets: Shape
+    """Offsets of the box in the chunk."""
+    sizes: Shape
+    fills_tensor: bool = False
+    """True if this rank wants the complete tensor, of which the box may be a part."""
+
+
+LARGEST_CHUNK = 1 << 20
+"""Bytes of the largest chunk in :attr:`ReadPlan.chunks`. The objects for a larger one cost little compared with its
+bytes."""
 
 
 @dataclass(frozen=True)
-class LoadPlan:
+class ReadPlan:
     """The reads of one rank."""
 
-    items: Sequence[ReadItem]
-    """Boxes of stored chunks, and values."""
-    chunks: Sequence[WholeChunk]
-    """Small chunks that are read without conversion. ``items`` does not include them."""
+    boxes: Sequence[BoxRead] = ()
+    """All boxes that are not in ``chunks``."""
+    chunks: Sequence[BoxRead] = ()
+    """Small stored chunks that are read without conversion: complete, into plain memory of their dtype and size."""
+    values: Mapping[str, str] = field(default_factory=dict)
+    """Target of a value that is no tensor -> its key in the checkpoint."""
 
 
 @public_class()

@@ -33,7 +33,7 @@ from dcp_plugin.core.paths import PathLike, StoreOptions
 from dcp_plugin.core.planning.save import encode_state
 from dcp_plugin.core.sources import SourceFiles
 from dcp_plugin.core.state import GROUPS, CalledLast, NamesOnly, unflatten_optimizer
-from dcp_plugin.core.storage.reader import ShardedReader
+from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.tensors._torch import is_tensor
 from dcp_plugin.tools.contents import CheckpointInfo, info_of
 
@@ -96,7 +96,7 @@ def optimizer_from_stored(stored: Any) -> Any:
 
 def inspect_files(path: PathLike, files: SourceFiles | None) -> CheckpointInfo:
     """Return the result of :func:`dcp_plugin.inspect` for a checkpoint at its path, or for its files in a source."""
-    with ShardedReader(path, files=files) as reader:
+    with CheckpointReader(path, files=files) as reader:
         return info_of(reader.opened)
 
 

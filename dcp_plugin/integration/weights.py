@@ -19,7 +19,7 @@ from dcp_plugin.core.loading.model_prefix import ModelPrefix as ModelPrefix
 from dcp_plugin.core.loading.model_prefix import find_model_prefix
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where
 from dcp_plugin.core.sources import SourceFiles
-from dcp_plugin.core.storage.reader import ShardedReader
+from dcp_plugin.core.storage.reader import CheckpointReader
 
 
 @dataclass(frozen=True)
@@ -101,5 +101,5 @@ def open_weights(
     files: SourceFiles | None = None,
 ) -> Iterator[StoredWeights]:
     """Open a checkpoint of this package, of stock DCP or of another tool. See :class:`~dcp_plugin.ShardedReader`."""
-    with ShardedReader(path, storage_options=storage_options, files=files) as reader:
+    with CheckpointReader(path, storage_options=storage_options, files=files) as reader:
         yield StoredWeights(reader.path, reader.files, reader.index)

@@ -31,7 +31,7 @@ from dcp_plugin.core.types import Shape, public_class
 if TYPE_CHECKING:
     import torch
 
-    from dcp_plugin.core.storage.reader import ShardedReader
+    from dcp_plugin.core.storage.reader import CheckpointReader
     from dcp_plugin.tools.stream import Globs, Progress
 
 _AT_ONCE = 1 << 20
@@ -441,10 +441,10 @@ def statistics(
         >>> stats.low, stats.high, stats.mean, stats.norm, stats.nans, stats.infs
         (-4.0, 3.0, -0.5, 5.0, 1, 0)
     """
-    from dcp_plugin.core.storage.reader import ShardedReader  # late, since they import torch
+    from dcp_plugin.core.storage.reader import CheckpointReader  # late, since they import torch
     from dcp_plugin.tools.stream import Counter, Part, Stream, select
 
-    with ShardedReader(path, storage_options=storage_options) as reader:
+    with CheckpointReader(path, storage_options=storage_options) as reader:
         selected = select(reader.index, include, exclude, reader.path)
         reader.index.require_bounded(selected)
         stored = {key: entry for key in selected if isinstance(entry := reader.index[key], StoredTensor)}
@@ -464,7 +464,7 @@ def statistics(
     return result
 
 
-def _why_not(reader: ShardedReader, key: str, dtype: torch.dtype) -> str:
+def _why_not(reader: CheckpointReader, key: str, dtype: torch.dtype) -> str:
     import torch
 
     from dcp_plugin.tools.stream import is_opaque

@@ -20,7 +20,7 @@ from xxhash import xxh3_64, xxh3_64_digest
 from dcp_plugin.core.errors import CheckpointMismatch, UnsafeCheckpoint, as_html, warn
 from dcp_plugin.core.format.index import StoredTensor
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where
-from dcp_plugin.core.storage.reader import ShardedReader
+from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.types import Shape, public_class
 from dcp_plugin.tools import stream
 from dcp_plugin.tools.agreement import VALUE, Signature, paired, signatures
@@ -201,7 +201,7 @@ def diff(
         ('1', '2')
     """
     options: dict[str, Any] = {"io_threads": io_threads, "storage_options": storage_options}
-    with ShardedReader(a, **options) as first, ShardedReader(b, **options) as second:
+    with CheckpointReader(a, **options) as first, CheckpointReader(b, **options) as second:
         for absent in filter(None, (first.opened.absent, second.opened.absent)):
             warn(f"{absent}. They are not compared.")
         common, removed, added = _selected(first, second, include, exclude, rename or {})
@@ -211,7 +211,7 @@ def diff(
         return _Comparison((first, second), common, alone, checksums, amounts, progress).result()
 
 
-def _without_aliases(reader: ShardedReader, alone: list[str], common: Collection[str]) -> list[str]:
+def _without_aliases(reader: CheckpointReader, alone: list[str], common: Collection[str]) -> list[str]:
     """Leave out tensors with the bytes of a key that both checkpoints have: an export writes tied weights once."""
     index = reader.index
     places = {place_of(entry) for key in common if alone and isinstance(entry := index[key], StoredTensor)}
@@ -219,7 +219,7 @@ def _without_aliases(reader: ShardedReader, alone: list[str], common: Collection
 
 
 def _selected(
-    first: ShardedReader, second: ShardedReader, include: Globs, exclude: Globs, rename: Mapping[str, str]
+    first: CheckpointReader, second: CheckpointReader, include: Globs, exclude: Globs, rename: Mapping[str, str]
 ) -> tuple[dict[str, str], list[str], list[str]]:
     """Return keys of B with the same keys of A, keys that only A has, and keys that only B has.
 
@@ -244,7 +244,7 @@ def _selected(
 class _Comparison:
     """Comparison of two open checkpoints. Of each pair, the first is of A, and the second of B."""
 
-    readers: tuple[ShardedReader, ShardedReader]
+    readers: tuple[CheckpointReader, CheckpointReader]
     common: dict[str, str]
     """Keys of B -> keys of A."""
     alone: tuple[list[str], list[str]]
@@ -394,7 +394,7 @@ def _decide(group: _Sides, signed: list[dict[str, Signature]]) -> bool:
     return len({member.layout for member in members}) == 1 and all(member.hashes is not None for member in members)
 
 
-def _hashes(reader: ShardedReader, keys: list[str]) -> dict[str, bytes]:
+def _hashes(reader: CheckpointReader, keys: list[str]) -> dict[str, bytes]:
     """Return a hash of the bytes of each key. A key that cannot be read has a unique hash."""
     is_streamed = {
         key: isinstance(reader.index[key], StoredTensor) and not stream.is_opaque(reader, key) for key in keys
@@ -407,7 +407,7 @@ def _hashes(reader: ShardedReader, keys: list[str]) -> dict[str, bytes]:
     return {key: hashes[key] if is_streamed[key] else _digest_of_item(reader, key) for key in keys}
 
 
-def _digest_of_item(reader: ShardedReader, key: str) -> bytes:
+def _digest_of_item(reader: CheckpointReader, key: str) -> bytes:
     """Return a hash of the bytes that ``torch.save`` wrote for a key; a unique hash if they are not in one item."""
     if key not in reader.index.values_here:
         with suppress(CheckpointMismatch):  # the item is in several parts
@@ -425,7 +425,7 @@ class _NotLoaded:
         return f"an object that is not loaded (bytes {self.digest.hex()[:8]})"
 
 
-def _values_of(reader: ShardedReader, names: list[str]) -> dict[str, Any]:
+def _values_of(reader: CheckpointReader, names: list[str]) -> dict[str, Any]:
     try:
         return stream.read_keys(reader, names)
     except UnsafeCheckpoint:

@@ -19,7 +19,7 @@ from dcp_plugin.core.errors import CheckpointError, CheckpointMismatch, Checkpoi
 from dcp_plugin.core.media.choice import medium_of
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.core.runs.scan import Scan
-from dcp_plugin.core.storage.reader import ShardedReader
+from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.types import CheckpointState, public_class
 from dcp_plugin.tools import amounts
 from dcp_plugin.tools.diff import CheckpointDiff, Reshaped, Retyped, diff
@@ -165,7 +165,7 @@ def first_divergence(
         texts_here = [value.key for value in found.values if value.text]
         texts |= dict.fromkeys(texts_here)
         if differing := _differing(found):
-            with ShardedReader(pair[0], **options) as first, ShardedReader(pair[1], **options) as second:
+            with CheckpointReader(pair[0], **options) as first, CheckpointReader(pair[1], **options) as second:
                 key = next(key for key in (*first.index, *second.index) if key in differing)
                 (at, values), ulps = differing[key], None
                 if any(tensor.key == key for tensor in found.changed):
@@ -211,7 +211,9 @@ def _differing(found: CheckpointDiff) -> dict[str, _Place]:
     return places
 
 
-def _element(first: ShardedReader, second: ShardedReader, key: str) -> tuple[str, tuple[str, str] | None, int | None]:
+def _element(
+    first: CheckpointReader, second: CheckpointReader, key: str
+) -> tuple[str, tuple[str, str] | None, int | None]:
     """Return the first element in which two stored tensors differ: place, both values and their distance."""
     part = Part.of(first, key)
     streams = [iter(Stream(first, [part])), iter(Stream(second, [Part.of(second, key)]))]
@@ -238,7 +240,7 @@ def _shown(element: torch.Tensor) -> str:
 
 
 def _by_kind(
-    differing: Collection[str], texts: Collection[str], reader: ShardedReader
+    differing: Collection[str], texts: Collection[str], reader: CheckpointReader
 ) -> tuple[dict[str, list[str]], list[str]]:
     """Return the keys that differ, by parts of the training; and the parts of which no key differs."""
     differ: dict[str, list[str]] = {kind: [] for kind in KINDS}

@@ -30,7 +30,7 @@ from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.core.ranks.calls import Call, together
 from dcp_plugin.core.ranks.collectives import Ranks
 from dcp_plugin.core.ranks.groups import of_default_group
-from dcp_plugin.core.storage.reader import ShardedReader
+from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.types import public_class
 from dcp_plugin.tools.formats import Layout, Selected, hugging_face, safetensors_files, torch_files
 from dcp_plugin.tools.formats.dcp_files import DcpCheckpoint
@@ -157,7 +157,7 @@ def export(
     with together(Call("call export", f"exports {path}", ["export"])):
         group = of_default_group(_TIMEOUT, _PATIENCE)
     try:
-        with ShardedReader(path, io_threads=io_threads, storage_options=storage_options) as reader:
+        with CheckpointReader(path, io_threads=io_threads, storage_options=storage_options) as reader:
             names = group.agree("select keys", lambda: _names(reader, format, include, exclude, rename))
             selected = Selected(reader, names, to_dtype)
             config = config and as_path(config, storage_options)
@@ -210,7 +210,7 @@ def _size(text: int | str | None) -> int | None:
 
 
 def _names(
-    reader: ShardedReader,
+    reader: CheckpointReader,
     made_as: Format,
     include: Globs,
     exclude: Globs,

@@ -9,7 +9,7 @@ import torch
 
 from dcp_plugin.core.errors import warn
 from dcp_plugin.core.paths import PathLike, StorageOptions
-from dcp_plugin.core.storage.reader import ShardedReader
+from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.tools.stream import Progress, read_keys, select
 
 
@@ -54,7 +54,7 @@ def read(
         (torch.Size([3, 2]), 4)
     """
     options: dict[str, Any] = {"io_threads": io_threads, "storage_options": storage_options}
-    with ShardedReader(path, check_files=False, **options) as reader:  # other keys may be damaged
+    with CheckpointReader(path, check_files=False, **options) as reader:  # other keys may be damaged
         reader.salvages = True
         wanted = select(reader.index, include, exclude, reader.path)
         if reader.opened.absent:

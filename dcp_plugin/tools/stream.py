@@ -24,8 +24,8 @@ from dcp_plugin.core.format.values import decode_tensor
 from dcp_plugin.core.media.medium import PAGE
 from dcp_plugin.core.partial import matches
 from dcp_plugin.core.planning.load_balance import BoxPart
-from dcp_plugin.core.planning.reads import ShardedLoadPlanner
-from dcp_plugin.core.storage.reader import ShardedReader
+from dcp_plugin.core.planning.reads import ReadPlanner, decoded
+from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.tensors.host_memory import host_bytes, memory_view
 from dcp_plugin.core.types import LocalChunk, Shape, ShardedValue
 
@@ -101,20 +101,20 @@ def renamed(keys: Iterable[str], rename: Mapping[str, str], path: object) -> dic
     return names
 
 
-def is_opaque(reader: ShardedReader, key: str) -> bool:
+def is_opaque(reader: CheckpointReader, key: str) -> bool:
     """Return whether a key is a tensor of a custom class, which ``torch.save`` has written as one object."""
     entry = reader.index[key]
     return isinstance(entry, StoredTensor) and entry.stored_whole and reader.opened.format == "dcp_plugin"
 
 
-def nbytes_of(reader: ShardedReader, key: str) -> int:
+def nbytes_of(reader: CheckpointReader, key: str) -> int:
     """Return the bytes of a tensor in memory, and 0 for a value."""
     entry = reader.index[key]
     return prod(entry.shape) * entry.dtype.itemsize if isinstance(entry, StoredTensor) else 0
 
 
 def read_keys(
-    reader: ShardedReader,
+    reader: CheckpointReader,
     wanted: list[str],
     device: torch.device = torch.device("cpu"),  # noqa: B008 - a constant
     allow_pickle: tuple[str, ...] = (),
@@ -138,7 +138,7 @@ def read_keys(
 
 
 def _read_group(
-    reader: ShardedReader, group: list[str], device: torch.device, allow_pickle: tuple[str, ...]
+    reader: CheckpointReader, group: list[str], device: torch.device, allow_pickle: tuple[str, ...]
 ) -> dict[str, Any]:
     targets: dict[str, Any] = {}
     tensors: dict[str, Any] = {}
@@ -156,7 +156,7 @@ def _read_group(
     return targets | tensors
 
 
-def _read_opaque(reader: ShardedReader, key: str, device: torch.device) -> Any:
+def _read_opaque(reader: CheckpointReader, key: str, device: torch.device) -> Any:
     data = reader.item(key)
     try:
         return decode_tensor(data).to(device)
@@ -168,12 +168,11 @@ def _read_opaque(reader: ShardedReader, key: str, device: torch.device) -> Any:
 
 
 def _fill(
-    reader: ShardedReader, targets: dict[str, Any], keys: Mapping[str, str], allow_pickle: tuple[str, ...] = ()
+    reader: CheckpointReader, targets: dict[str, Any], keys: Mapping[str, str], allow_pickle: tuple[str, ...] = ()
 ) -> None:
     """Read the stored keys of targets into them. A target that is None is replaced by the value of its key."""
-    planner = ShardedLoadPlanner(allow_pickle=allow_pickle)
-    planner.use_index(targets, reader.index, keys)
-    reader.read_data(planner.create_local_plan(), planner).wait()
+    plan = ReadPlanner(targets, reader.index, keys).plan()
+    targets.update(decoded(plan, reader.read(plan), allow_pickle))
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ class Part:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, reader: ShardedReader, key: str, dtype: torch.dtype | None = None) -> Part:
+    def of(cls, reader: CheckpointReader, key: str, dtype: torch.dtype | None = None) -> Part:
         """Return a complete tensor as a part.
 
         Raises:
@@ -239,7 +238,7 @@ class Stream:
         CheckpointError: The checkpoint cannot be read, or its bytes do not match their checksums.
     """
 
-    def __init__(self, reader: ShardedReader, parts: Sequence[Part], window: int = WINDOW) -> None:
+    def __init__(self, reader: CheckpointReader, parts: Sequence[Part], window: int = WINDOW) -> None:
         self._reader = reader
         self._parts = parts
         self._window = window

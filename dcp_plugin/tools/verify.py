@@ -14,7 +14,7 @@ from dcp_plugin.core.ranks.collectives import name_of
 from dcp_plugin.core.runs.catalog import MOST_LOOKS, checkpoints_below
 from dcp_plugin.core.storage.open_foreign import weights_in
 from dcp_plugin.core.storage.published import sizes_only
-from dcp_plugin.core.storage.reader import ShardedReader
+from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.storage.stream_copy import verify_files
 from dcp_plugin.core.types import public_class
 from dcp_plugin.tools.stream import Counter, Progress
@@ -122,14 +122,14 @@ def _verify_run(run: Where, below: list[Where], verify_one: Callable[[Where], Ve
 
 def _verify_checkpoint(path: Where, io_threads: int, progress: Progress | None) -> VerifyReport:
     for _ in range(MOST_LOOKS):
-        with ShardedReader(path, io_threads=io_threads) as reader:
+        with CheckpointReader(path, io_threads=io_threads) as reader:
             report = _verified(reader, io_threads, progress)
             if not report.errors or not reader.opened.files.moved():
                 return report
     raise CheckpointNotFound(f"{path} was replaced each of {MOST_LOOKS} times that it was verified.")
 
 
-def _verified(reader: ShardedReader, io_threads: int, progress: Progress | None) -> VerifyReport:
+def _verified(reader: CheckpointReader, io_threads: int, progress: Progress | None) -> VerifyReport:
     lengths: dict[tuple[str, int], int] = {}
     unverified = []
     for key, entry in reader.index.items():

@@ -19,7 +19,6 @@ from dcp_plugin.core.loading.forecast import plan_load
 from dcp_plugin.core.loading.load import Loading
 from dcp_plugin.core.runs import deletion
 from dcp_plugin.core.storage.open import check_files
-from dcp_plugin.core.storage.reader import ShardedReader
 from tests.faults.beside import FILE_SYSTEMS, READERS, WRITERS, by_chance, windows, wrong_in
 from tests.faults.scenes import number_in, save, state_of
 from tests.faults.victims import NO_EXCHANGE, Fault, Victims
@@ -123,7 +122,7 @@ def test_a_file_that_is_missing_where_nothing_was_replaced_is_damage(tmp_path: P
 
 def test_a_checkpoint_that_is_deleted_after_it_was_opened_is_not_found(tmp_path: Path) -> None:
     save(tmp_path / "ck", 1)
-    with ShardedReader(tmp_path / "ck") as reader:
+    with dcp.ShardedReader(tmp_path / "ck") as reader:
         assert len(reader.index) == 4
         deletion.remove(tmp_path / "ck")
         with pytest.raises(dcp.CheckpointNotFound, match="deleted or replaced"):
@@ -132,7 +131,7 @@ def test_a_checkpoint_that_is_deleted_after_it_was_opened_is_not_found(tmp_path:
 
 def test_ranks_of_a_stock_load_that_opened_different_saves_are_refused(tmp_path: Path) -> None:
     save(tmp_path / "ck", 1)
-    with ShardedReader(tmp_path / "ck") as first, ShardedReader(tmp_path / "ck") as second:
+    with dcp.ShardedReader(tmp_path / "ck") as first, dcp.ShardedReader(tmp_path / "ck") as second:
         plans = [first.prepare_local_plan(LoadPlan([]))]
         save(tmp_path / "ck", 1)  # the same contents, and another save all the same
         plans.append(second.prepare_local_plan(LoadPlan([])))

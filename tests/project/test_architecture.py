@@ -299,7 +299,7 @@ def test_a_plain_save_and_load_import_no_framework_and_no_part_of_the_keeper(tmp
         f"dcp.save(state, {path!r}); dcp.load(state, {path!r}); dcp.latest({str(tmp_path)!r}); print(*sys.modules)"
     ).split()
     assert "dcp_plugin.core.loading.load" in loaded
-    assert not [name for name in loaded if name.startswith("dcp_plugin.tiers")]
+    assert not [name for name in loaded if name.startswith(("dcp_plugin.tiers", "dcp_plugin.core.storage.stock"))]
     frameworks = {"lightning", "pytorch_lightning", "accelerate", "transformers", "hydra"}
     assert not frameworks & {name.split(".")[0] for name in loaded}
 
@@ -497,6 +497,15 @@ def test_no_stage_of_a_save_calls_a_higher_layer(tmp_path: Path, calls: Any) -> 
     assert {callee for _, callee in edges} >= {"saving", "planning", "storage"}
     layer_of = {room.removeprefix("core."): layer for room, layer in LAYER_OF.items()}
     assert [(caller, callee) for caller, callee in edges if layer_of[caller] < layer_of[callee]] == []
+
+
+def test_a_load_executes_its_plan_without_calls_of_the_planner(tmp_path: Path, calls: Any) -> None:
+    dcp.save({"model": torch.nn.Linear(2, 2), "n": 1}, tmp_path / "ck")
+    with calls.traced() as roots:
+        dcp.load({"model": torch.nn.Linear(2, 2), "n": 0}, tmp_path / "ck")
+    edges = calls.rooms(roots)
+    assert {("loading", "planning"), ("loading", "storage")} <= {*edges}
+    assert not {("storage", "planning"), ("storage", "loading"), ("planning", "loading")} & {*edges}
 
 
 def test_the_drawings_of_a_save_and_a_load_are_those_of_a_trace(tmp_path: Path, calls: Any) -> None:

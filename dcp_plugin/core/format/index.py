@@ -27,7 +27,6 @@ from dcp_plugin.core.format.columns import (
     KeyColumns,
     Location,
     Places,
-    in_all,
     in_any,
     order_of,
     partitioned,
@@ -70,13 +69,6 @@ class _Chunks(Sequence[StoredChunk]):
         location = self.parent.places.location(int(self.parent.table.chunk_starts[self._slot]) + at)
         return StoredChunk(tuple(offsets[at].tolist()), tuple(sizes[at].tolist()), location)
 
-    def at(self, offsets: Shape) -> StoredChunk | None:
-        """Return the chunk that begins at ``offsets``."""
-        if len(offsets) != self._boxes[0].shape[1]:
-            return None
-        matches = np.flatnonzero(in_all(self._boxes[0] == offsets))
-        return self[int(matches[0])] if len(matches) else None
-
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -104,13 +96,6 @@ class StoredTensor:
         import torch
 
         return torch.empty(self.shape, dtype=dtype or self.dtype, device=device)
-
-    def chunk_at(self, offsets: Shape, hint: int | None = None) -> StoredChunk | None:
-        """Return the chunk that begins at ``offsets``; ``hint`` is its number, if the planner knows it."""
-        if hint is not None and hint < len(self.chunks) and self.chunks[hint].offsets == offsets:
-            return self.chunks[hint]
-        assert isinstance(self.chunks, _Chunks), "only the entries of an index are searched"
-        return self.chunks.at(offsets)
 
 
 @dataclass(frozen=True)
@@ -217,6 +202,12 @@ class CheckpointIndex(Mapping[str, Entry]):
         order = np.lexsort((offset, file))
         first = (np.diff(file[order], prepend=-1) != 0) | (np.diff(offset[order], prepend=-1) != 0)
         return int(payload_length[order][first].sum())
+
+    def rows_of(self, key: str) -> range:
+        """Return the numbers of the chunks of a key among those of all keys. A value has one."""
+        slot = self.slots[key]
+        first, end = self.table.chunk_starts[slot : slot + 2].tolist()
+        return range(first, end)
 
     def rename_files(self, name_of: Callable[[str], str]) -> None:
         """Give the data files other names; their bytes stay the same."""

@@ -13,8 +13,9 @@ import io
 import os
 import pickle
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import repeat
 from pathlib import PurePath
 from typing import Any
@@ -87,19 +88,19 @@ def why_too_large(value: Any) -> str:
     return "" if nbytes < _MOST_IN_PICKLE else f"{about}: make it a tensor"
 
 
-def decode(key: str, data: bytes, allow_pickle: bool = False, notes: list[str] | None = None) -> Any:
+def decode(key: str, data: bytes, allow_pickle: Iterable[str] = (), notes: list[str] | None = None) -> Any:
     """Return the value of an item.
 
     Args:
-        allow_pickle: Execute the code that the value names.
+        allow_pickle: Keys (globs) whose values may be loaded by executing pickled code.
         notes: List to which a line is added for each object that becomes a plain value, because its class is not
             imported.
 
     Raises:
-        UnsafeCheckpoint: The value needs code execution, and ``allow_pickle`` is off.
+        UnsafeCheckpoint: The value needs code execution, and ``allow_pickle`` does not name the key.
     """
     try:
-        if allow_pickle:
+        if any(fnmatchcase(key, glob) for glob in allow_pickle):
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
         if len(data) <= _SMALL and data in _decoded:
             return copy.deepcopy(_decoded[data])

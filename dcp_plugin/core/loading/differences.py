@@ -1,8 +1,8 @@
 """Judgement of keys that only the state or only the checkpoint has, with a way out for each misfit.
 
-A load imports this module if there are such keys, a partial load has a pattern that matches nothing, or other ranks ask
-about their keys. Ranks may hold different keys, as pipeline stages do: a key that only the checkpoint has is unexpected
-if no rank takes it (:mod:`~dcp_plugin.core.state.across_ranks`).
+A load imports this module in three cases: such keys exist, a partial load has a pattern that matches nothing, or other
+ranks ask about their keys. Ranks may hold different keys, as pipeline stages do. A key that only the checkpoint has is
+unexpected if no rank takes it (:mod:`~dcp_plugin.core.state.across_ranks`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from dcp_plugin.core.errors import first, some
 from dcp_plugin.core.format.keys import join
-from dcp_plugin.core.loading.matching import KeyMap, LoadMode, Matching
+from dcp_plugin.core.loading import KeyMap
+from dcp_plugin.core.loading.matching import LoadMode, Matching
 from dcp_plugin.core.loading.renames import Rename
 from dcp_plugin.core.loading.suggestions import (
     Fit,
@@ -69,10 +70,6 @@ class Differences:
             keys += map(key_map.stored, only_stored)
         return keys
 
-    def idle(self) -> frozenset[str]:
-        """Return the globs and renames that match no key of this rank's objects."""
-        return frozenset((*self._partial.idle(self._keys), *self._rename.idle(self._keys)))
-
     def answer(self, asked: list[str]) -> Answer:
         """Return which of the keys this rank takes."""
         stored = self._match.stored
@@ -90,7 +87,7 @@ class Differences:
                 names = [key_map.stored(name.removesuffix(".")) for name in adapter.names()]
                 taken.update(names)
                 owned.update(names)
-        return Answer.of(asked, taken, owned, self.idle())
+        return Answer.of(asked, taken, owned, self._matching.idle())
 
     def judge(self, union: Union) -> None:
         """Add problems and warnings to the match.
@@ -245,7 +242,9 @@ class Differences:
 
     def _fits(self, keys: Collection[str], free: Collection[str]) -> list[Fit]:
         """Return the renames that would find missing keys. For a sub-module, only the prefix of its source can change.
-        If ranks take different keys the result is empty, since a rename that helps one rank would mislead another."""
+
+        The result is empty if ranks take different keys: a rename that helps one rank would mislead another.
+        """
         if self._union.ranks_differ:
             return []
         fits = fitting_renames(keys, free, self._match.stored)

@@ -1,9 +1,11 @@
 """One load, stage by stage: open, match, plan, read the values, read the tensors, apply.
 
-Two records of this module travel with those of :mod:`dcp_plugin.core.records`: :class:`_Begun` after the checkpoint is
-open, :class:`_Fitted` after match and plan. A load that restarts drops all records. Each stage that can fail ends in an
-all-or-none collective. All checks run before the first byte of a target is overwritten, and a single error names all
-misfits.
+Two records of this module travel with those of :mod:`dcp_plugin.core.records`. :class:`_Begun` exists after the
+checkpoint is open, and :class:`_Fitted` after match and plan. :class:`_Fitted` owns the plan until all tensors are
+read, also where ranks read for each other.
+
+A load that restarts drops all records. Each stage that can fail ends in an all-or-none collective. All checks run
+before the first byte of a target is overwritten, and a single error names all misfits.
 """
 
 from __future__ import annotations
@@ -13,54 +15,35 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
-
-from torch import nn
-from torch.distributed.checkpoint.planner import LoadItemType
 
 from dcp_plugin.core.config import CheckpointConfig
 from dcp_plugin.core.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, first, printable, some, warn
 from dcp_plugin.core.format.keys import join
 from dcp_plugin.core.format.values import encode, is_plain
+from dcp_plugin.core.loading import MOST_LOADED, Loaded, loaded
 from dcp_plugin.core.loading.matching import LoadMode, Matching
 from dcp_plugin.core.paths import Where, resolved
-from dcp_plugin.core.planning.reads import ShardedLoadPlanner
+from dcp_plugin.core.planning.reads import ReadPlanner, decoded
 from dcp_plugin.core.ranks.collectives import Attempt, Ranks, pack, said_by_ranks, unpack
-from dcp_plugin.core.records import LoadPlan, LoadReport, Match, OpenCheckpoint
+from dcp_plugin.core.records import LoadReport, Match, OpenCheckpoint, ReadPlan
 from dcp_plugin.core.sources import SourceFiles
 from dcp_plugin.core.state.adapters import StateAdapter
 from dcp_plugin.core.state.module import materialise
 from dcp_plugin.core.state.named_objects import Place, adapters_of
-from dcp_plugin.core.storage.reader import ShardedReader
+from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.tensors._torch import sharded_value
 from dcp_plugin.core.tensors._torch_modules import Incompatible
 from dcp_plugin.core.types import EncodedValue, ShardedValue
 
 if TYPE_CHECKING:
+    from dcp_plugin.core.loading.differences import Differences
     from dcp_plugin.core.partial import PartialLoad
     from dcp_plugin.core.state.across_ranks import Answer, Union
 
 logger = logging.getLogger("dcp_plugin")
 
-
-@dataclass(frozen=True)
-class Loaded:
-    """Part of a checkpoint that this process has loaded, for :mod:`~dcp_plugin.core.loading.origins`."""
-
-    keys: set[str] = field(default_factory=set)
-    """Keys in the checkpoint, without those of optimizers."""
-    modules: WeakSet[nn.Module] = field(default_factory=WeakSet)
-    """The modules that the loads have filled, with their submodules."""
-
-
-loaded: dict[tuple[Where, str], Loaded] = {}
-"""The checkpoints that this process has loaded last, by path and fingerprint, the oldest first. The fingerprint is
-empty if computing it takes reads."""
-
-MOST_LOADED = 16
-"""Number of checkpoints in :data:`loaded`: an evaluation may load thousands, each with many keys."""
 
 _MOST_TRIES = 20
 """Number of attempts of a load. A load restarts if the checkpoint is replaced before the ranks have opened its
@@ -100,8 +83,7 @@ class _Fitted:
     """A load that fits the state, and its reads."""
 
     match: Match
-    plan: LoadPlan
-    planner: ShardedLoadPlanner
+    plan: ReadPlan
     targets: dict[str, Any]
     """Targets by key; each value that was read replaces a None."""
 
@@ -126,7 +108,7 @@ class Loading:
     ) -> None:
         self._ranks, self._config, self._path, self._mode = ranks, config, path, mode
         self._partial, self._strict = partial, strict
-        self._reader = ShardedReader(
+        self._reader = CheckpointReader(
             path,
             io_threads=config.io.threads,
             verify=config.io.verify,
@@ -205,7 +187,16 @@ class Loading:
             nonlocal adapters, selection
             adapters = adapters_of(state, place=Place(self._ranks.rank, self._ranks.size))
             selection = self._located(adapters)
-            return self._open(selection, _objects_in(adapters))
+            many_hosts = self._reader.opened.files.cost.hosts  # ``opened`` opens the checkpoint
+            return _Request(
+                str(self._path),
+                str(self._reader.path),
+                self._reader.save,
+                repr(selection),
+                many_hosts,
+                socket.gethostname(),
+                _objects_in(adapters),
+            )
 
         def compare(requests: list[_Request]) -> tuple[str, float, dict[str, str]]:
             objects = {name: kind for request in reversed(requests) for name, kind in request.objects.items()}
@@ -213,19 +204,6 @@ class Loading:
 
         difference, least, objects = self._ranks.combine(f"open {self._path}", open_here, compare)
         return _Begun(adapters, selection, least, objects), difference
-
-    def _open(self, selection: PartialLoad | None, objects: dict[str, str]) -> _Request:
-        """Open the checkpoint on this rank, and return the rank's request."""
-        many_hosts = self._reader.opened.files.cost.hosts  # ``opened`` opens the checkpoint
-        return _Request(
-            str(self._path),
-            str(self._reader.path),
-            self._reader.save,
-            repr(selection),
-            many_hosts,
-            socket.gethostname(),
-            objects,
-        )
 
     def _located(self, adapters: list[StateAdapter]) -> PartialLoad | None:
         """Return the partial load, with the position of its submodule in the state; None for a load of everything."""
@@ -243,9 +221,12 @@ class Loading:
             objects = _objects_in(adapters)
             matching = Matching(self._path, self.opened, selection, self._strict, True, self._mode, objects)
         step = f"compare {self._path} with the state"
-        union = self._ask_all(step, lambda: matching.run(adapters), lambda asked: matching.differences.answer(asked))
-        matching.judge(union)
-        return self._plan(matching.match).match
+        union = self._ask_all(
+            step, lambda: _questions(matching, adapters), lambda asked: _differences(matching).answer(asked)
+        )
+        _judge_keys(matching, union)
+        self._planner(matching.match)
+        return matching.match
 
     def _least_hosts(self, requests: list[_Request]) -> float:
         """Return the number of hosts that must want the same bytes before ranks share the reading."""
@@ -295,9 +276,9 @@ class Loading:
             for adapter in context.adapters:
                 if adapter.kind == "module" and adapter.module is not None:
                     allocated.extend(join(adapter.name, key) for key in materialise(adapter.module))
-            return matching.run(context.adapters)
+            return _questions(matching, context.adapters)
 
-        union = self._ask_all(step, match, lambda asked: matching.differences.answer(asked))
+        union = self._ask_all(step, match, lambda asked: _differences(matching).answer(asked))
         fitted = Attempt.of(lambda: self._judge_and_plan(context, matching, union, allocated))
         if union is not None:
             warnings_of_all = self._ranks.combine(step, lambda: fitted.get().match.warnings, said_by_ranks)
@@ -334,7 +315,7 @@ class Loading:
             CheckpointMismatch: The checkpoint does not fit the state. The message names all misfits.
         """
         match = matching.match
-        matching.judge(union)
+        _judge_keys(matching, union)
         undecided = {join(name, key) for name, want in match.wanted.items() for key in want.undecided}
         unset = [key for key in allocated if key not in match.targets.keys() | match.deferred.keys() | undecided]
         if unset:
@@ -342,31 +323,27 @@ class Loading:
                 f"{self._path} does not fill {some(unset)}, which had been on the meta device: the values are what was "
                 "in memory by chance. Initialise them now."
             )
-        fitted = self._plan(match)
+        planner = self._planner(match)
         if match.problems:
             raise CheckpointMismatch(misfit(self._path, match.problems))
-        self._reader.hold_files(fitted.plan, [match.stored[key] for key in match.deferred])
-        return fitted
+        plan = planner.plan()
+        self._reader.pin_files(plan, [match.stored[key] for key in match.deferred])
+        return _Fitted(match, plan, dict(match.targets))
 
-    def _plan(self, match: Match) -> _Fitted:
-        """Plan the reads. Misfits that the planner finds are inserted before the other problems."""
-        targets: dict[str, Any] = dict(match.targets)
-        planner = ShardedLoadPlanner(strict=False, allow_pickle=self._config.allow_pickle)
-        planner.use_index(targets, self._reader.index, match.stored)
-        plan = LoadPlan((), ())
-        try:
-            plan = planner.plan_apart()
-        except CheckpointMismatch:
-            match.problems[:0] = first(planner.misfits)
-        return _Fitted(match, plan, planner, targets)
+    def _planner(self, match: Match) -> ReadPlanner:
+        """Return the planner of the reads. Misfits that it finds are inserted before the other problems."""
+        planner = ReadPlanner(match.targets, self._reader.index, match.stored)
+        match.problems[:0] = first(planner.misfits)
+        return planner
 
     def _read_values(self, context: _Begun, fitted: _Fitted) -> _Fitted:
         """Read and check the values. They are small, so a misfit stops the load before a tensor is overwritten."""
-        planner, match = fitted.planner, fitted.match
-        self._reader.read_parts(_only(LoadItemType.BYTE_IO, fitted.plan), planner)
-        if planner.plain:
+        match, notes = fitted.match, list[str]()
+        data = self._reader.read(ReadPlan(values=fitted.plan.values))
+        fitted.targets.update(decoded(fitted.plan, data, self._config.allow_pickle, notes))
+        if notes:
             match.warnings.append(
-                f"{self._path}: values came back without their class: {some(planner.plain, separator='; ')}. "
+                f"{self._path}: values came back without their class: {some(notes, separator='; ')}. "
                 f"Import the modules of the classes before the load."
             )
         for adapter in context.adapters:
@@ -378,21 +355,19 @@ class Loading:
         return fitted
 
     def _read_tensors(self, context: _Begun, fitted: _Fitted) -> None:
-        """Read tensors into the targets. With shared reading, ranks broadcast their parts after every rank has read
-        without failure. Collective."""
+        """Read tensors into the targets. Collective.
 
-        def read(plan: LoadPlan) -> None:
-            self._reader.read_parts(_only(LoadItemType.TENSOR, plan), fitted.planner)
-
+        With shared reading, this rank reads a part of the plan. Ranks broadcast their parts after every rank has read
+        without failure.
+        """
+        plan = replace(fitted.plan, values={})
         if context.least_hosts == float("inf"):
-            self._ranks.agree(f"read {self._path}", lambda: read(fitted.plan))
+            self._ranks.agree(f"read {self._path}", lambda: self._reader.read(plan))
             return
         from dcp_plugin.core.planning.sharing import BroadcastRead
 
         host, path = socket.gethostname(), str(self._path)
-        shared = BroadcastRead(self._ranks, fitted.planner, context.least_hosts, host, path)
-        items = fitted.planner.create_local_plan().items
-        shared.run(_only(LoadItemType.TENSOR, LoadPlan(items, ())), read)
+        BroadcastRead(self._ranks, context.least_hosts, host, path).run(plan, self._reader.read)
 
     def _apply(self, context: _Begun, fitted: _Fitted) -> LoadReport:
         """Pass the targets to their objects, and return the report. Collective.
@@ -425,8 +400,10 @@ class Loading:
         )
 
     def _note_received(self, context: _Begun, fitted: _Fitted) -> None:
-        """Remember the values that this rank got although it had nothing there, now or at an earlier load. Another rank
-        may hold them."""
+        """Remember the values that this rank got although it had nothing there, now or at an earlier load.
+
+        Another rank may hold these values.
+        """
         from dcp_plugin.core.state.across_ranks import (  # a process alone shares nothing with others
             note_received,
             received,
@@ -466,14 +443,13 @@ class Loading:
 
     def _read_deferred(self, name: str, stored: Mapping[str, str], tensors: dict[str, Any]) -> None:
         """Read tensors whose memory was allocated just now, on this rank alone."""
-        planner = ShardedLoadPlanner(strict=False)
-        targets: dict[str, Any] = {join(name, key): sharded_value(tensor) for key, tensor in tensors.items()}
-        planner.use_index(targets, self._reader.index, stored)
-        self._reader.read_parts(planner.plan_apart(), planner)
+        targets = {join(name, key): sharded_value(tensor) for key, tensor in tensors.items()}
+        self._reader.read(ReadPlanner(targets, self._reader.index, stored).plan())
 
     def _judge(self, context: _Begun, match: Match, incompatible: Mapping[str, Incompatible], union: Union) -> None:
-        """Judge the keys that load hooks report as missing or unexpected. Keys that were not selected may be missing,
-        and keys that another rank has taken are not unexpected.
+        """Judge the keys that load hooks report as missing or unexpected.
+
+        Keys that were not selected may be missing. Keys that another rank has taken are not unexpected.
 
         Raises:
             CheckpointMismatch: The policies make them errors.
@@ -504,6 +480,29 @@ def _objects_in(adapters: list[StateAdapter]) -> dict[str, str]:
     return {adapter.name: adapter.kind for adapter in adapters if adapter.kind in ("module", "optimizer")}
 
 
+def _questions(matching: Matching, adapters: list[StateAdapter]) -> list[str] | None:
+    """Match this rank's objects, and return the questions to all ranks, see :meth:`Loading._ask_all`."""
+    return _differences(matching).questions() if matching.run(adapters) else None
+
+
+def _judge_keys(matching: Matching, union: Union | None) -> None:
+    """Add the problems and warnings to a match.
+
+    Args:
+        union: The answers of all ranks to the questions of all ranks; None if no rank has asked.
+    """
+    if union is None:
+        matching.judge_dtypes()
+    else:
+        _differences(matching).judge(union)
+
+
+def _differences(matching: Matching) -> Differences:
+    from dcp_plugin.core.loading.differences import Differences  # most loads find equal keys
+
+    return Differences(matching)
+
+
 def _packed(asked: list[str] | None) -> bytes | None:
     return None if asked is None else pack(asked)
 
@@ -517,11 +516,6 @@ def _joined(questions: list[bytes | None]) -> bytes | None:
 def _unexpected(incompatible: Mapping[str, Incompatible]) -> list[str]:
     """Return the unexpected keys of all objects."""
     return sorted({join(name, key) for name, each in incompatible.items() for key in each.unexpected})
-
-
-def _only(kind: LoadItemType, plan: LoadPlan) -> LoadPlan:
-    items = [item for item in plan.items if item.type == kind]
-    return LoadPlan(items, plan.chunks if kind is LoadItemType.TENSOR else ())
 
 
 def misfit(path: Where, problems: list[str]) -> str:

@@ -3,9 +3,9 @@
 A load executes the match, and ``dcp-plugin load-plan`` prints it. Problems are collected, so that a single error names
 all of them. Ranks may hold different keys, as pipeline stages do. Each rank therefore matches its own objects.
 
-Most loads find all keys of the state in the checkpoint, under the same names, and no others. Two modules are for the
-other loads, and are imported for them: :mod:`~dcp_plugin.core.loading.renames` if keys have other names, and
-:mod:`~dcp_plugin.core.loading.differences` if keys are on one side only.
+Most loads find all keys of the state in the checkpoint, under the same names, and no others. Two modules are imported
+only for other loads. :mod:`~dcp_plugin.core.loading.renames` is for keys that have other names.
+:mod:`~dcp_plugin.core.loading.differences` is for keys that are on one side only.
 """
 
 from __future__ import annotations
@@ -19,21 +19,19 @@ import numpy as np
 import torch
 
 from dcp_plugin.core.errors import CheckpointMismatch, some
-from dcp_plugin.core.format.columns import NO_TENSOR, default_path
-from dcp_plugin.core.format.index import CheckpointIndex, Entry
+from dcp_plugin.core.format.columns import NO_TENSOR
 from dcp_plugin.core.format.keys import join, without_rank
+from dcp_plugin.core.loading import KeyMap
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.records import LoadReport, Match, OpenCheckpoint
 from dcp_plugin.core.state.adapters import OptimizerAdapter, StateAdapter, TreeAdapter, ValueAdapter
 from dcp_plugin.core.state.module_load import Deferred
 from dcp_plugin.core.tensors._torch import is_meta, is_tensor, sharded_value
-from dcp_plugin.core.types import KeyPath, LocalChunk, ShardedValue, Wanted
+from dcp_plugin.core.types import LocalChunk, ShardedValue, Wanted
 
 if TYPE_CHECKING:
-    from dcp_plugin.core.loading.differences import Differences
     from dcp_plugin.core.loading.renames import Renames
     from dcp_plugin.core.partial import PartialLoad
-    from dcp_plugin.core.state.across_ranks import Union
     from dcp_plugin.core.state.per_rank import RankEntry
 
 
@@ -44,69 +42,6 @@ class LoadMode(Enum):
     """The target determines the loaded keys: its tensors must be in the checkpoint, with its shapes."""
     RESTORE = "restore"
     """The checkpoint determines the loaded keys: an object gets the tensors that it had at the save."""
-
-
-class KeyMap:
-    """The place of each key of one object in the checkpoint: its own key, below a name.
-
-    Args:
-        kind: ``"module"``, ``"optimizer"``, or any other text for data.
-        name: The name of the object in the checkpoint.
-    """
-
-    is_renamed = False
-    """True if any key may be stored under another name than the object's."""
-    unnamed_groups = False
-    """True if a stock optimizer's param groups are left out, because their keys have no FQN to rename."""
-
-    def __init__(self, kind: str, name: str) -> None:
-        self.name = name
-        self.is_data = kind not in ("module", "optimizer")
-
-    def stored(self, key: str) -> str:
-        """Return the full key in the checkpoint for a key relative to the object."""
-        return join(self.name, key)
-
-    def entries(self, index: CheckpointIndex) -> tuple[dict[str, Entry], dict[str, KeyPath]]:
-        """Return the stored entries of the object by relative key, and the path of each key if it is known.
-
-        If the object's name itself is a stored key, its relative key is ``""``.
-        """
-        front = f"{self.name}."
-        full_keys = {"": self.name} if self.name in index else {}
-        full_keys |= {full.removeprefix(front): full for full in index.under(front) if full != front}
-        paths = {key: path_below("", front, index.path_of(full)) for key, full in full_keys.items()}
-        return self.entries_at(index, full_keys, paths)
-
-    def entries_at(
-        self, index: CheckpointIndex, full_keys: Mapping[str, str], paths: Mapping[str, KeyPath | None]
-    ) -> tuple[dict[str, Entry], dict[str, KeyPath]]:
-        """Return the result of :meth:`entries`, given the stored key of each relative key, and its path if that follows
-        from the stored path."""
-        at = {key: paths[key] or self.own_path(key) for key in full_keys}
-        return (
-            {key: index[full] for key, full in full_keys.items()},
-            {key: path for key, path in at.items() if path is not None},
-        )
-
-    def own_path(self, key: str) -> KeyPath | None:
-        """Return the path of a key whose path does not follow from the stored path. None for data, which knows its own
-        paths."""
-        if not key or self.is_data:
-            return None if key else ()
-        return default_path(key)
-
-
-def path_below(prefix: str, stored_prefix: str, path: KeyPath) -> KeyPath | None:
-    """Return the path of a relative key: the stored key's ``path`` with ``prefix`` in place of ``stored_prefix``. None
-    if ``stored_prefix`` ends inside a step, which may contain dots, as keys of a flat dictionary do."""
-    front = tuple(prefix.removesuffix(".").split(".")) if prefix else ()
-    text = ""
-    for depth, step in enumerate(path):
-        if text == stored_prefix:
-            return front + path[depth:]
-        text += f"{step[1] if isinstance(step, tuple) else step}."
-    return None
 
 
 def _overlapping(adapters: list[StateAdapter]) -> set[str]:
@@ -163,13 +98,11 @@ class Matching:
         self.match = Match({}, {}, {}, {}, LoadReport(path))
         """The result of :meth:`run`; :class:`~dcp_plugin.core.loading.differences.Differences` adds to it."""
 
-    def run(self, adapters: list[StateAdapter]) -> list[str] | None:
+    def run(self, adapters: list[StateAdapter]) -> bool:
         """Match this rank's objects. Collective if a module contains FSDP1.
 
         Returns:
-            Questions for all ranks: stored keys that only count as unexpected if no other rank takes them. An empty
-            list means that other findings of this rank depend on the keys of other ranks, or that it has warnings; None
-            means neither.
+            True if findings of this rank depend on the keys of other ranks, or if it has warnings.
         """
         self.adapters, self.names_here = adapters, [adapter.name for adapter in adapters]
         overlapping = _overlapping(adapters)
@@ -190,21 +123,13 @@ class Matching:
                 self.key_maps[adapter.name] = key_map
         wants = self.match.wanted.values()
         differs = any(want.missing or want.lacking or want.unexpected or want.extra for want in wants)
-        has_notes = self.absent or self.match.warnings
-        if not differs and not has_notes and (self.partial is None or not self.differences.idle()):
-            return None
-        return self.differences.questions()
+        return differs or bool(self.absent or self.match.warnings or self.idle())
 
-    def judge(self, union: Union | None) -> None:
-        """Add the problems and warnings to the match.
-
-        Args:
-            union: The answers of all ranks to the questions of all ranks; None if no rank has asked.
-        """
-        if union is None:
-            self.judge_dtypes()
-        else:
-            self.differences.judge(union)
+    def idle(self) -> frozenset[str]:
+        """Return the globs and renames of the partial load that match no key of this rank's objects."""
+        if self.partial is None or self.renames is None:
+            return frozenset()
+        return frozenset((*self.partial.idle(self.keys), *self.renames.rename.idle(self.keys)))
 
     def _rules(self, overlapping: Mapping[str, frozenset[str]]) -> Renames:
         from dcp_plugin.core.loading.renames import Renames  # most loads find equal names
@@ -212,17 +137,11 @@ class Matching:
         modules = [name for name, kind in self._kinds.items() if kind == "module"]
         return Renames({} if self.partial is None else self.partial.rename, modules, overlapping)
 
-    @property
-    def differences(self) -> Differences:
-        """The differences between the keys. Each use makes the object anew: kept, it would be a cycle that keeps the
-        objects of the state alive."""
-        from dcp_plugin.core.loading.differences import Differences  # most loads find equal keys
-
-        return Differences(self)
-
     def _is_plain(self, adapter: ValueAdapter) -> bool:
-        """Return whether a value is a tensor, the checkpoint has a tensor under its name, and no partial load changes
-        the match. A flat state has thousands of these; key maps for them would take most of the time of a load."""
+        """Return whether a tensor is stored under its own name and no partial load changes the match.
+
+        A flat state has thousands of these. Key maps for them would take most of the time of a load.
+        """
         slot = self.index.slots.get(adapter.name)
         if self.partial is not None or slot is None or not adapter.is_tensor:
             return False
@@ -236,10 +155,11 @@ class Matching:
             self.match.stored[name] = name
 
     def _names(self, adapters: list[StateAdapter]) -> Iterable[tuple[StateAdapter, str]]:
-        """Yield each object with its name in the checkpoint: its own name, or that of the only object of its kind.
-        Per-rank values that stay as they are get no name and are left out.
+        """Yield each object with its name in the checkpoint. Per-rank values that stay as they are have none and are
+        left out.
 
-        An object is the only one of its kind if no rank has another, and the checkpoint has nothing under its name.
+        The name is the object's own. If the checkpoint has nothing under it, the name may be that of the only object of
+        its kind, of which no rank has another.
         """
         for adapter in adapters:
             name = adapter.name
@@ -344,9 +264,11 @@ class Matching:
             self.warn(f"{self.path}: {line}. The optimizer stays as it is.")
 
     def _ask(self, adapter: StateAdapter, key_map: KeyMap) -> Wanted:
-        """Return the wants of an object. They are empty if no key of the object is selected, because an optimizer
-        allocates memory for its wants. A module allocates nothing and is always asked, since its optimizer follows its
-        place in the checkpoint."""
+        """Return the wants of an object.
+
+        They are empty if no key of the object is selected, because an optimizer allocates memory for its wants. A
+        module allocates nothing. It is always asked, since its optimizer follows its place in the checkpoint.
+        """
         entries, paths = key_map.entries(self.index)
         if self.partial is not None and adapter.kind != "module":
             stored = (without_rank(key) for key in entries)

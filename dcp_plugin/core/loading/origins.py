@@ -5,13 +5,14 @@ A checkpoint with ``trainable_only`` is not complete: it leaves out frozen param
 
 1. A save leaves out a frozen parameter only if, on every rank, its bytes are those that this process has loaded from
    the base (:func:`origins_of`). A hash of each local shard decides, taken when it was loaded.
-2. A load that needs a parameter that the checkpoint leaves out needs it in the target already. This process must have
-   loaded it from the base, as the fingerprint tells, and the target must still have the loaded bytes
-   (:func:`not_loaded`). Otherwise the load is an error, whatever is strict, and overwrites nothing.
+2. A parameter that the checkpoint leaves out must be in the target already. This process must have loaded it from the
+   base, which the fingerprint identifies, and the target must still have the loaded bytes (:func:`not_loaded`).
+   Otherwise the load is an error, with any ``strict``, and overwrites nothing.
 3. The memory is of the process, not of one ``Checkpointer``. Every load is noted
-   (:data:`~dcp_plugin.core.loading.load.loaded`). A load takes hashes only if its ``Checkpointer`` has
-   ``trainable_only``, because they cost time. A shard without a hash, or cut otherwise when it was loaded, cannot be
-   compared: a save saves it, and for a load the fingerprint decides, if the base was loaded into modules of the target.
+   (:data:`~dcp_plugin.core.loading.loaded`). A load takes hashes only if its ``Checkpointer`` has
+   ``trainable_only``, because they cost time. A shard cannot be compared if it has no hash or was cut otherwise when it
+   was loaded. A save then saves it. For a load the fingerprint decides, if the base was loaded into modules of the
+   target.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dcp_plugin.core.errors import CheckpointError, some
 from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.payload import hashes_of
 from dcp_plugin.core.format.summary import Base
-from dcp_plugin.core.loading.load import MOST_LOADED, Loaded, loaded
+from dcp_plugin.core.loading import MOST_LOADED, Loaded, loaded
 from dcp_plugin.core.paths import Where, resolved
 from dcp_plugin.core.planning.local_inventory import ties_of
 from dcp_plugin.core.records import OpenCheckpoint
@@ -63,7 +64,7 @@ class _Loads:
 
 
 _loads: dict[str, _Loads] = {}
-"""By fingerprint, in the order of the loads; at most :data:`~dcp_plugin.core.loading.load.MOST_LOADED`."""
+"""By fingerprint, in the order of the loads; at most :data:`~dcp_plugin.core.loading.MOST_LOADED`."""
 
 
 def remember(state: Flat, names: Mapping[str, str], opened: OpenCheckpoint, threads: int) -> None:

@@ -1,8 +1,8 @@
 """Keys of a state that are stored under other names. A load imports this module only if it has such keys.
 
-A rename comes from the user (:class:`~dcp_plugin.core.partial.PartialLoad`) or from :func:`find_prefix`, which finds a
-module that was saved as a part of a larger module, or the reverse. An optimizer follows its module. Objects whose names
-overlap (``a`` and ``a.b``) also need this module, which decides to which of them a stored key belongs.
+A rename comes from the user (:class:`~dcp_plugin.core.partial.PartialLoad`) or from :func:`find_prefix`. That function
+finds a module that was saved as a part of a larger module, or the reverse. An optimizer follows its module. For objects
+whose names overlap (``a`` and ``a.b``), this module decides to which of them a stored key belongs.
 
 Every key has exactly one place. Regular expressions take precedence over prefixes, and longer prefixes over shorter
 ones. The object's own name is an additional prefix, so the same rule finds keys without a rename.
@@ -23,7 +23,7 @@ from torch import nn
 from dcp_plugin.core.errors import CheckpointMismatch, some
 from dcp_plugin.core.format.index import CheckpointIndex, Entry
 from dcp_plugin.core.format.keys import join
-from dcp_plugin.core.loading.matching import KeyMap, path_below
+from dcp_plugin.core.loading import KeyMap, path_below
 from dcp_plugin.core.partial import PATTERN, PartialLoad
 from dcp_plugin.core.state.adapters import StateAdapter
 from dcp_plugin.core.state.names import CleanNames, unwrapped

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from dcp_plugin.core.errors import CheckpointMismatch, UnsafeCheckpoint, some, warn
 from dcp_plugin.core.format import values
@@ -39,7 +38,7 @@ from dcp_plugin.core.ranks.collectives import Ranks, pack, unpack
 from dcp_plugin.core.records import NewItem, RankPlan
 from dcp_plugin.core.tensors._torch import is_tensor, sharded_value
 from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS, is_stored_whole, narrowed
-from dcp_plugin.core.types import EncodedValue, Flat, LocalChunk, ShardedValue, Standing
+from dcp_plugin.core.types import EncodedValue, Flat, LocalChunk, Shape, ShardedValue, Standing
 
 if TYPE_CHECKING:
     from dcp_plugin.core.planning.replicas import LocalReplicas
@@ -112,32 +111,29 @@ def _standing(leaf: Any) -> Standing:
     return Standing.EMPTY if is_empty else Standing.HOLDS
 
 
-def narrow(value: ShardedValue, key: str, box: ChunkStorageMetadata) -> torch.Tensor:
-    """Return the view of a box that is inside one of this rank's chunks."""
-    if len(value.chunks) == 1 and value.chunks[0][:2] == (box.offsets, box.sizes):
-        return value.chunks[0].tensor
-    for chunk in value.chunks:
-        edges = zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True)
-        if all(origin <= at and at + size <= origin + extent for at, size, origin, extent in edges):
-            try:
-                return _part_of(chunk, box, value.stored_whole)
-            except CheckpointMismatch as error:
-                raise CheckpointMismatch(f"{key} is {error}") from error
-    raise CheckpointMismatch(f"{key}: this rank holds no chunk of shape {tuple(box.sizes)} at {tuple(box.offsets)}")
+def part_of(key: str, chunk: LocalChunk, offsets: Shape, sizes: Shape, stored_whole: bool) -> torch.Tensor:
+    """Return the part of a chunk inside a box; for a complete chunk its tensor, because not every class can narrow.
 
+    Args:
+        offsets: Offsets of the box in the tensor.
+        stored_whole: :attr:`~dcp_plugin.core.types.ShardedValue.stored_whole` of the tensor.
 
-def _part_of(chunk: LocalChunk, box: ChunkStorageMetadata, stored_whole: bool) -> torch.Tensor:
-    """Return the part of a chunk inside a box; for a complete chunk its tensor, because not every class can narrow."""
+    Raises:
+        CheckpointMismatch: The tensor's class cannot be narrowed.
+    """
 
     def cut(view: torch.Tensor) -> torch.Tensor:
-        for dim, (at, size, origin) in enumerate(zip(box.offsets, box.sizes, chunk.offsets, strict=True)):
+        for dim, (at, size, origin) in enumerate(zip(offsets, sizes, chunk.offsets, strict=True)):
             if size < view.shape[dim]:
                 view = view.narrow(dim, at - origin, size)
         return view
 
-    if tuple(box.sizes) == chunk.sizes:
+    if sizes == chunk.sizes:
         return chunk.tensor
-    return narrowed(chunk.tensor, cut) if stored_whole else cut(chunk.tensor)
+    try:
+        return narrowed(chunk.tensor, cut) if stored_whole else cut(chunk.tensor)
+    except CheckpointMismatch as error:
+        raise CheckpointMismatch(f"{key} is {error}") from error
 
 
 DIGEST = 12  # bytes of a digest; a claim, pickled, stays below 96 bytes
@@ -185,9 +181,9 @@ def items_to_write(plan: RankPlan, state: Flat) -> list[NewItem]:
     items = [held[number] for number in share.chunk.tolist()]
     for at, offsets, sizes in zip(share.part.tolist(), share.offsets.tolist(), share.sizes.tolist(), strict=True):
         key, data, begin, extent = items[at]
-        box = ChunkStorageMetadata(torch.Size(offsets[: len(extent)]), torch.Size(sizes[: len(extent)]))
-        part = _part_of(LocalChunk(begin, extent, cast(torch.Tensor, data)), box, False)
-        items[at] = NewItem(key, part, tuple(box.offsets), tuple(box.sizes))
+        box = tuple(offsets[: len(extent)]), tuple(sizes[: len(extent)])
+        part = part_of(key, LocalChunk(begin, extent, cast(torch.Tensor, data)), *box, stored_whole=False)
+        items[at] = NewItem(key, part, *box)
     # A chunk that is stored whole becomes an item of torch.save, which counts its bytes. No such chunk is cut.
     stored_whole = {key for key, value in state.items() if isinstance(value, ShardedValue) and value.stored_whole}
     for at, (key, data, *box) in enumerate(items) if stored_whole else ():

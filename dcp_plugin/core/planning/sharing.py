@@ -21,17 +21,14 @@ import hashlib
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from operator import add, itemgetter
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_plugin.core.planning.load_balance import BoxPart
-from dcp_plugin.core.planning.reads import ShardedLoadPlanner
 from dcp_plugin.core.ranks.collectives import Ranks
-from dcp_plugin.core.records import LoadPlan
+from dcp_plugin.core.records import BoxRead, ReadPlan
 from dcp_plugin.core.tensors.host_memory import host_bytes, is_plain_memory
 from dcp_plugin.core.tensors.kinds import is_stored_whole
 from dcp_plugin.core.types import Shape
@@ -62,17 +59,15 @@ def least_hosts(policy: bool | Literal["auto"], many: int, hosts: int) -> float:
     return 1 if policy else float("inf")
 
 
-@dataclass(frozen=True)
-class _Read:
-    """A read, the tensor that it fills, and the rank that performs it for its group."""
+class _Read(NamedTuple):
+    """A read of the plan or a part of one, and the rank that performs it for its group."""
 
-    item: ReadItem
-    target: torch.Tensor
+    box: BoxRead
     reader: int = -1
 
     @property
     def nbytes(self) -> int:
-        return self.target.numel() * self.target.element_size()
+        return self.box.target.nbytes
 
 
 class BroadcastRead:
@@ -80,42 +75,40 @@ class BroadcastRead:
 
     Args:
         ranks: All ranks of the load.
-        planner: Resolves items to targets.
         least: Number of hosts that must want the same bytes, see :func:`least_hosts`.
         host: Name of this rank's host.
         label: Name of the checkpoint in messages.
     """
 
-    def __init__(self, ranks: Ranks, planner: ShardedLoadPlanner, least: float, host: str, label: str) -> None:
-        self._ranks, self._planner, self._least, self._host, self._label = ranks, planner, least, host, label
-        self._mine: list[ReadItem] = []
+    def __init__(self, ranks: Ranks, least: float, host: str, label: str) -> None:
+        self._ranks, self._least, self._host, self._label = ranks, least, host, label
+        self._mine: list[BoxRead] = []
         self._memory = host_bytes(0)
 
-    def run(self, plan: LoadPlan, read: Callable[[LoadPlan], None]) -> None:
+    def run(self, plan: ReadPlan, read: Callable[[ReadPlan], Any]) -> None:
         """Fill the targets of a plan. Collective.
 
         Args:
             read: Reads a part of the plan on this rank.
         """
         shared = self._meet(plan)
-        assigned = (read.item for _, reads in shared for read in reads if read.reader == self._ranks.rank)
-        part = replace(plan, items=[*self._mine, *assigned])
+        assigned = (read.box for _, reads in shared for read in reads if read.reader == self._ranks.rank)
+        part = ReadPlan([*self._mine, *assigned])
         self._ranks.agree(f"read {self._label}", lambda: read(part))
         for group, reads in shared:
             for window in _windows(reads):
                 self._pass_window(f"pass on what was read of {self._label}", window, group)
 
-    def _meet(self, plan: LoadPlan) -> list[_Shared]:
+    def _meet(self, plan: ReadPlan) -> list[_Shared]:
         """Return the reads that this rank shares with others. Collective."""
         classes: list[list[_Read]] = [[], []]
 
         def wants() -> tuple[str, list[bytes]]:
-            for item in plan.items:
-                target = self._planner.resolve_tensor(item)
-                if is_stored_whole(target):  # its bytes are no memory that could be sent
-                    self._mine.append(item)
+            for box in sorted([*plan.chunks, *plan.boxes], key=_place):
+                if is_stored_whole(box.target):  # its bytes are no memory that could be sent
+                    self._mine.append(box)
                 else:
-                    classes[self._planner.fills_whole_tensor(item)].append(_Read(item, target.detach()))
+                    classes[box.fills_tensor].append(_Read(box))
             return self._host, list(map(_digest, classes))
 
         shared = []
@@ -123,7 +116,7 @@ class BroadcastRead:
         for reads, groups in zip(classes, groups_of_classes, strict=True):
             group = next((group for group in groups if self._ranks.rank in group), None)
             if group is None:
-                self._mine += [read.item for read in reads]
+                self._mine += [read.box for read in reads]
             else:
                 shared.append(_shared(group, reads))
         return shared
@@ -149,22 +142,22 @@ class BroadcastRead:
         packed: list[tuple[_Read, torch.Tensor]] = []
         for message in messages:
             sender, start = message[0].reader, at
-            if len(message) == 1 and is_plain_memory(message[0].target):
-                sent.append((sender, message[0].target.reshape(-1).view(torch.uint8)))
+            if len(message) == 1 and is_plain_memory(message[0].box.target):
+                sent.append((sender, message[0].box.target.reshape(-1).view(torch.uint8)))
                 continue
             for read in message:
                 end = at + read.nbytes
-                packed.append((read, self._memory[at:end].view(read.target.dtype).view(read.target.shape)))
+                packed.append((read, self._memory[at:end].view(read.box.target.dtype).view(read.box.target.shape)))
                 at = start + _aligned(end - start)
             # Without padding at the end: another rank may send or receive the same message in its target's memory.
             sent.append((sender, self._memory[start:end]))
         for read, memory in packed:
             if read.reader == self._ranks.rank:
-                memory.copy_(read.target)
+                memory.copy_(read.box.target)
         self._ranks.exchange(step, sent, group)
         for read, memory in packed:
             if read.reader != self._ranks.rank:
-                read.target.copy_(memory)
+                read.box.target.copy_(memory)
 
     def _reserve(self, size: int) -> None:
         """Allocate the buffer of a window. Later windows reuse it: fresh memory costs as much time as six copies."""
@@ -176,15 +169,19 @@ _Shared = tuple[list[int], list[_Read]]
 """The ranks of a group, and the reads that they share."""
 
 
+def _place(box: BoxRead) -> tuple[object, ...]:
+    """Return a key that sorts reads by their place in the checkpoint. Only reads of the same bytes into the same dtype
+    have equal keys."""
+    return box.number, box.offsets, box.sizes, str(box.target.dtype)
+
+
 def _digest(reads: list[_Read]) -> bytes:
     """Return a digest that is equal for ranks that want the same bytes in the same dtypes; empty without reads."""
     if not reads:
         return b""
     digest = hashlib.blake2b(digest_size=16)
     for read in reads:
-        item = read.item
-        place = (item.storage_index.fqn, item.storage_index.offset, item.storage_offsets, item.lengths)
-        digest.update(repr((*place, read.target.dtype)).encode())
+        digest.update(repr(_place(read.box)).encode())
     return digest.digest()
 
 
@@ -198,7 +195,7 @@ def _shared(group: list[int], reads: list[_Read]) -> _Shared:
     for number, rank in enumerate(group):
         reads_of_rank, reads = _split(reads, remaining // (len(group) - number))
         remaining -= sum(read.nbytes for read in reads_of_rank)
-        assigned += [replace(read, reader=rank) for read in reads_of_rank]
+        assigned += [read._replace(reader=rank) for read in reads_of_rank]
     return group, assigned
 
 
@@ -218,7 +215,7 @@ def _split(reads: list[_Read], nbytes: int) -> tuple[list[_Read], list[_Read]]:
 
 def _cut(read: _Read, nbytes: int) -> tuple[_Read, _Read | None]:
     """Split a read into its first rows, with about ``nbytes`` bytes but at least one row, and the other rows."""
-    sizes = tuple(read.item.lengths)
+    sizes = read.box.sizes
     dim = next((dim for dim, size in enumerate(sizes) if size > 1), None)
     rows = 0 if dim is None else max(1, nbytes * sizes[dim] // max(1, read.nbytes))
     if dim is None or rows >= sizes[dim]:
@@ -230,15 +227,9 @@ def _cut(read: _Read, nbytes: int) -> tuple[_Read, _Read | None]:
 
 
 def _part_of(read: _Read, offsets: Shape, sizes: Shape) -> _Read:
-    item = read.item
-    box = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
-    piece = replace(
-        item,
-        dest_offsets=torch.Size(map(add, item.dest_offsets, offsets)),
-        storage_offsets=torch.Size(map(add, item.storage_offsets, offsets)),
-        lengths=torch.Size(sizes),
-    )
-    return replace(read, item=piece, target=read.target[box])
+    target = read.box.target[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
+    part = read.box._replace(target=target, offsets=tuple(map(add, read.box.offsets, offsets)), sizes=sizes)
+    return read._replace(box=part)
 
 
 def _windows(reads: list[_Read]) -> Iterator[list[_Read]]:
@@ -248,7 +239,7 @@ def _windows(reads: list[_Read]) -> Iterator[list[_Read]]:
     ends: dict[int, int] = defaultdict(int)
     placed = []
     for read in reads:
-        entire = BoxPart((0,) * len(read.item.lengths), tuple(read.item.lengths), read.target.element_size())
+        entire = BoxPart((0,) * len(read.box.sizes), read.box.sizes, read.box.target.element_size())
         for part in entire.at_most(_MAX_MESSAGE):
             placed.append((ends[read.reader], _part_of(read, part.offsets, part.sizes)))
             ends[read.reader] += part.nbytes
@@ -271,7 +262,7 @@ def _messages(window: list[_Read]) -> Iterator[list[_Read]]:
 
 def _room(message: list[_Read]) -> int:
     """Return the bytes of buffer that a message needs."""
-    if len(message) == 1 and is_plain_memory(message[0].target):
+    if len(message) == 1 and is_plain_memory(message[0].box.target):
         return 0
     return sum(_aligned(read.nbytes) for read in message)
 

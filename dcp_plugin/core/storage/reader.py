@@ -1,74 +1,49 @@
-"""Reader of a checkpoint: it reads the index or the stock metadata, then the byte ranges of a plan.
+"""Reader of a checkpoint: it reads the table of contents, then the byte ranges of a plan.
 
-It is a DCP ``StorageReader``: ``torch.distributed.checkpoint.load(sd, storage_reader=ShardedReader(path))`` uses it
-with any planner, on our checkpoints and on stock ones.
-
-The items of a plan become fetches (:mod:`~dcp_plugin.core.storage.fetch`), and neighbouring fetches become batches that
+The boxes of a plan become fetches (:mod:`~dcp_plugin.core.storage.fetch`), and neighbouring fetches become batches that
 several threads read (:mod:`~dcp_plugin.core.storage.reading`). Items of other layouts are in
 :mod:`~dcp_plugin.core.storage.stock.stock_items`. :mod:`~dcp_plugin.core.storage.open` determines the contents of the
-checkpoint; after that, all is the same for all tools. The planner is only called from the caller's thread.
+checkpoint. After that, all is the same for all tools.
 """
 
 from __future__ import annotations
 
-import io
 import itertools
 import logging
 import os
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple, Self
 
 import torch
-from torch.distributed.checkpoint import planner as stock
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
 
-from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, UnsafeCheckpoint
-from dcp_plugin.core.format.index import CheckpointIndex, Location, StoredChunk, StoredTensor, StoredValue
+from dcp_plugin.core.errors import CheckpointError, CheckpointMismatch, UnsafeCheckpoint
+from dcp_plugin.core.format.index import CheckpointIndex, Location, StoredChunk, StoredTensor
 from dcp_plugin.core.format.payload import block_size
 from dcp_plugin.core.format.summary import Summary
 from dcp_plugin.core.format.values import encode
-from dcp_plugin.core.paths import StorageOptions, as_path, is_path
-from dcp_plugin.core.records import LARGEST_CHUNK, LoadPlan, OpenCheckpoint, WholeChunk
+from dcp_plugin.core.paths import StorageOptions, as_path
+from dcp_plugin.core.records import LARGEST_CHUNK, BoxRead, OpenCheckpoint, ReadPlan
 from dcp_plugin.core.sources import SourceFiles
 from dcp_plugin.core.storage import fetch, reading
 from dcp_plugin.core.storage.fetch import Fetch
 from dcp_plugin.core.storage.open import check_files, open_checkpoint, open_files
 from dcp_plugin.core.storage.published import gone_or_damaged
 from dcp_plugin.core.tensors.host_memory import finish_device_work
-from dcp_plugin.core.tensors.kinds import fill, is_stored_whole, require_memory
-from dcp_plugin.core.types import Shape, public_class
+from dcp_plugin.core.tensors.kinds import fill, is_stored_whole
 
 logger = logging.getLogger("dcp_plugin")
 
 
-@dataclass(frozen=True)
-class _Read:
-    """Read item of a planner and its location; a value has no chunk."""
+class _Box(NamedTuple):
+    """A read, the stored chunk that it reads from, and the dtype of the stored tensor."""
 
-    item: ReadItem
-    location: Location
-    chunk: StoredChunk | None = None
-    dtype: torch.dtype = torch.uint8
-
-    @property
-    def key(self) -> str:
-        """Key in the checkpoint."""
-        return self.item.storage_index.fqn
-
-    @property
-    def box(self) -> tuple[Shape, Shape]:
-        """Offsets and lengths in the chunk."""
-        return tuple(self.item.storage_offsets), tuple(self.item.lengths)
+    read: BoxRead
+    chunk: StoredChunk
+    dtype: torch.dtype
 
 
-@public_class()
-class ShardedReader(StorageReader):
+class CheckpointReader:
     """Reader of one checkpoint: ours, any of DCP's, or another tool's (:mod:`dcp_plugin.core.format.foreign`).
 
     Args:
@@ -81,14 +56,6 @@ class ShardedReader(StorageReader):
 
     Raises:
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: When the index is first used.
-
-    Example:
-        >>> import dcp_plugin, torch, torch.distributed.checkpoint as stock
-        >>> dcp_plugin.save({"weights": torch.ones(3)}, "run/step-1")
-        >>> state = {"weights": torch.zeros(3)}
-        >>> stock.load(state, storage_reader=dcp_plugin.ShardedReader("run/step-1"))
-        >>> state["weights"]
-        tensor([1., 1., 1.])
     """
 
     salvages = False
@@ -111,8 +78,6 @@ class ShardedReader(StorageReader):
         self._verify = verify
         self._check_files = check_files
         self._opened: OpenCheckpoint | None = None
-        self.load_id = str(uuid.uuid4())
-        """Identifier that differs for every load."""
         self._layouts: dict[tuple[str, int], StoredChunk] = {}
         self.bytes_read = 0
         """Bytes read from data files, including checksum blocks and gaps."""
@@ -144,7 +109,7 @@ class ShardedReader(StorageReader):
         if self._opened is not None:
             self._opened.close()
 
-    def __enter__(self) -> ShardedReader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -175,7 +140,14 @@ class ShardedReader(StorageReader):
         """Kind of each name, ``module`` or ``optimizer``, if the checkpoint records it."""
         return self.opened.kinds
 
-    def hold_files(self, plan: LoadPlan, keys: Iterable[str] = ()) -> None:
+    def reset(self) -> None:
+        """Close the checkpoint. The next use opens the checkpoint that is at the path then."""
+        self.close()
+        self.path = self._asked_for
+        self._opened = None
+        self._layouts = {}
+
+    def pin_files(self, plan: ReadPlan, keys: Iterable[str] = ()) -> None:
         """Pin the files of a plan and of some keys, so that they can be read even if the checkpoint is deleted
         meanwhile.
 
@@ -188,109 +160,53 @@ class ShardedReader(StorageReader):
         if self._check_files:
             names = set(self.index.files)  # finding only those of the plan would take longer
         else:
-            entries = (self.index[key] for key in keys)
-            more = (chunk for entry in entries if isinstance(entry, StoredTensor) for chunk in entry.chunks)
-            locations = (*(self._find(item).location for item in plan.items), *(chunk.location for chunk in more))
-            names = {*(location.file for location in locations), *self._files_of(plan.chunks)}
+            names = self._files_of(plan, keys)
             check_files(self.opened, names)
         try:
             self.opened.files.pin(names)
         except OSError as error:
             raise gone_or_damaged(self.opened.files, f"cannot open {error.filename}", error) from error
 
-    # torch.distributed.checkpoint.StorageReader
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id:
-            self._asked_for = as_path(checkpoint_id, self._storage_options)
-        self._forget()
-        self.load_id = str(uuid.uuid4())
-
-    def _forget(self) -> None:
-        self.close()
-        self.path = self._asked_for
-        self._opened = None
-        self._layouts = {}
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata that DCP requests at the start of each load, of the checkpoint that is at the path
-        now."""
-        from dcp_plugin.core.format.stock_objects import metadata_of  # only planners that DCP drives need it
-
-        self._forget()
-        save_id = self.summary.save_id if self.summary else None
-        noted = self.index.storage_meta or StorageMeta(str(self.opened.path), save_id)
-        return metadata_of(self.index, replace(noted, load_id=self.load_id))
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the index is read at its first use."""
-
-    def prepare_local_plan(self, plan: stock.LoadPlan) -> stock.LoadPlan:
-        return replace(plan, storage_data=self.save)
-
-    def prepare_global_plan(self, plans: list[stock.LoadPlan]) -> list[stock.LoadPlan]:
-        """Check on one rank that all ranks have opened the same save: each has opened the checkpoint for itself."""
-        saves = [plan.storage_data for plan in plans]
-        other = next((rank for rank, save in enumerate(saves) if save != saves[0]), None)
-        if other is not None:
-            raise CheckpointMismatch(
-                f"rank {other} and rank 0 opened different checkpoints at {self._asked_for}: it was replaced "
-                f"meanwhile, or the ranks load from different paths. Load again."
-            )
-        return plans
-
-    def read_data(self, plan: stock.LoadPlan, planner: LoadPlanner) -> Future[None]:
-        self.read_parts(LoadPlan(plan.items, ()), planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        return self.path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return is_path(checkpoint_id)
-
-    # Methods in addition to those of StorageReader
-
-    def read_parts(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Read the items and chunks of a plan.
+    def read(self, plan: ReadPlan) -> dict[str, bytes | bytearray]:
+        """Fill the targets of a plan, and return the bytes of its values by key in the checkpoint.
 
         Raises:
             CheckpointCorrupt, CheckpointNotFound, CheckpointUnreadable: The message names file and key. Targets may be
                 partly filled.
         """
-        reads = [self._find(item) for item in plan.items]
+        files, location_of = self.opened.files, self.index.places.location
         with suppress(OSError):  # the read of the key reports the error
-            self.opened.files.pin({*(read.location.file for read in reads), *self._files_of(plan.chunks)})
-        reads = self._recognised(reads)
+            files.pin(self._files_of(plan))
+        boxes, chunks = [self._box(read) for read in plan.boxes], plan.chunks
+        if files.cost.gap >= LARGEST_CHUNK:  # a read costs more than objects: all neighbours are read together
+            boxes += [
+                _Box(
+                    read,
+                    StoredChunk(read.offsets, read.sizes, location_of(read.number)),
+                    read.target.dtype,
+                )
+                for read in chunks
+            ]
+            chunks = ()
+        boxes = self._recognised(boxes)
+        wholes, fetches = list[_Box](), list[Fetch]()
+        for box in boxes:
+            if is_stored_whole(box.read.target):
+                wholes.append(box)
+            else:
+                fetches += self._fetches(box, box.read.target)
+        locations = {key: location_of(self.index.rows_of(key)[0]) for key in plan.values.values()}
         values: dict[tuple[str, int], bytearray] = {}
-        targets, wholes = [], []
-        fetches: list[Fetch] = []
-        for read in reads:
-            location = read.location
-            if read.chunk is not None:
-                target = self._resolve(planner, read.item)
-                targets.append((read.item, target))
-                if is_stored_whole(target):
-                    wholes.append((read, target))
-                else:
-                    fetches += self._fetches_of_tensor(read, read.chunk, target)
-            elif read.key not in self.index.values_here and (location.file, location.offset) not in values:
-                fetch_of_value, memory = fetch.of_value(read.key, location, self._block(location))
-                values[location.file, location.offset] = memory  # equal values share an item
+        for key, location in locations.items():
+            place = location.file, location.offset
+            if key not in self.index.values_here and place not in values:  # equal values share an item
+                fetch_of_value, values[place] = fetch.of_value(key, location, self._block(location))
                 fetches.append(fetch_of_value)
-        finish_device_work(target for _, target in targets)
-        self._read(fetches, plan.chunks)
-        for read, target in wholes:  # one at a time in this thread: their classes may run code of their own
-            self._fill(read, target)
-        for read in reads:
-            if read.chunk is None:
-                planner.load_bytes(read.item, io.BytesIO(self._value(read, values)))
-        for item, target in targets:
-            planner.commit_tensor(item, target)
+        finish_device_work(read.target for read in plan.boxes)
+        self._read(fetches, chunks)
+        for box in wholes:  # one at a time in this thread: their classes may run code of their own
+            self._fill(box, box.read.target)
+        return {key: self._value(key, location, values) for key, location in locations.items()}
 
     def item(self, key: str) -> bytes:
         """Return all bytes of a value, or of a tensor that is one item, after checking them.
@@ -298,36 +214,12 @@ class ShardedReader(StorageReader):
         Raises:
             CheckpointMismatch: The key has several items.
         """
-        if key in self.index.values_here:
-            return self._value_here(key)
-        entry = self.index[key]
-        places = [entry.location] if isinstance(entry, StoredValue) else [chunk.location for chunk in entry.chunks]
-        if len(places) != 1:
-            raise CheckpointMismatch(
-                f"{self.path}: {key} is stored in {len(places)} parts, so it cannot be read as one item"
-            )
-        location = replace(places[0], payload_offset=None, payload_length=places[0].length)
-        fetch_of_item, memory = fetch.of_value(key, location, self._block(location))
-        self._read([fetch_of_item])
-        return bytes(self._plain(memory, location))
+        if (count := len(self.index.rows_of(key))) != 1:
+            raise CheckpointMismatch(f"{self.path}: {key} is stored in {count} parts, so it cannot be read as one item")
+        return bytes(self.read(ReadPlan(values={key: key}))[key])
 
-    @staticmethod
-    def _resolve(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
-        """Return the target of a read; planners of other packages hand over any tensor of the state."""
-        target = planner.resolve_tensor(item)
-        if is_stored_whole(target):
-            return target
-        try:
-            target = target.detach()
-            require_memory(target)
-        except CheckpointMismatch as error:
-            raise CheckpointMismatch(f"{item.dest_index.fqn} is {error}") from error
-        return target
-
-    def _read(self, fetches: list[Fetch], chunks: Sequence[WholeChunk] = ()) -> None:
+    def _read(self, fetches: list[Fetch], chunks: Sequence[BoxRead] = ()) -> None:
         files = self.opened.files
-        if files.cost.gap >= LARGEST_CHUNK:  # a read costs more than objects: all neighbours are read together
-            fetches, chunks = [*fetches, *itertools.chain.from_iterable(map(self._fetches_of_chunk, chunks))], ()
         batches = [
             *reading.batches_of(fetches, files.cost),
             *reading.batches_of_chunks(chunks, self.index, files.cost, self._verify),
@@ -336,46 +228,41 @@ class ShardedReader(StorageReader):
         self.bytes_read += count.read
         self.unchecked_bytes += count.unchecked
 
-    def _files_of(self, chunks: Sequence[WholeChunk]) -> set[str]:
-        numbers = self.index.columns["file"][[chunk.number for chunk in chunks]] if chunks else ()
+    def _files_of(self, plan: ReadPlan, keys: Iterable[str] = ()) -> set[str]:
+        """Return the files of a plan and of some keys. Columns have them, without an object for a chunk."""
+        rows = [read.number for read in itertools.chain(plan.boxes, plan.chunks)]
+        for key in itertools.chain(plan.values.values(), keys):
+            rows += self.index.rows_of(key)
+        numbers = self.index.columns["file"][rows] if rows else ()
         return {self.index.file_names[number] for number in set(map(int, numbers))}
 
-    def _find(self, item: ReadItem) -> _Read:
-        """Return the stored chunk of a read item; planners give its offset and a hint at its position."""
-        entry = self.index[item.storage_index.fqn]
-        if isinstance(entry, StoredValue):
-            return _Read(item, entry.location)
-        offset = tuple(item.storage_index.offset or ())
-        chunk = entry.chunk_at(offset, item.storage_index.index)
-        if chunk is None:
-            raise CheckpointCorrupt(f"{self.path}: {item.storage_index.fqn} has no chunk at {offset}")
-        return _Read(item, chunk.location, chunk, entry.dtype)
+    def _box(self, read: BoxRead) -> _Box:
+        index, key = self.index, read.key
+        entry = index[key]
+        assert isinstance(entry, StoredTensor), "a plan has boxes of tensors"
+        return _Box(read, entry.chunks[read.number - index.rows_of(key)[0]], entry.dtype)
 
-    def _recognised(self, reads: list[_Read]) -> list[_Read]:
+    def _recognised(self, boxes: list[_Box]) -> list[_Box]:
         """Find the payloads of a stock checkpoint's tensors, so that they need not go through ``torch.load``."""
         unknown = [
-            (read.chunk, read.dtype)
-            for read in reads
-            if read.chunk is not None
-            and read.location.payload_offset is None
-            and read.key not in self.index.strides
-            and (read.location.file, read.location.offset) not in self.index.transforms
+            (box.chunk, box.dtype)
+            for box in boxes
+            if box.chunk.location.payload_offset is None
+            and box.read.key not in self.index.strides
+            and not self._transforms(box.chunk.location)
         ]
         if not unknown:
-            return reads
+            return boxes
         from dcp_plugin.core.storage.stock.stock_items import recognise
 
         self.bytes_read += recognise(self.opened.files, unknown, self._layouts)
-        chunks = [self._layouts.get((read.location.file, read.location.offset)) for read in reads]
-        pairs = zip(reads, chunks, strict=True)
-        return [read if chunk is None else replace(read, location=chunk.location, chunk=chunk) for read, chunk in pairs]
+        places = ((box.chunk.location.file, box.chunk.location.offset) for box in boxes)
+        pairs = zip(boxes, map(self._layouts.get, places), strict=True)
+        return [box if chunk is None else box._replace(chunk=chunk) for box, chunk in pairs]
 
-    def _value(self, read: _Read, values: dict[tuple[str, int], bytearray]) -> bytes | bytearray:
-        if read.key in self.index.values_here:
-            return self._value_here(read.key)
-        return self._plain(values[read.location.file, read.location.offset], read.location)
-
-    def _value_here(self, key: str) -> bytes:
+    def _value(self, key: str, location: Location, values: dict[tuple[str, int], bytearray]) -> bytes | bytearray:
+        if key not in self.index.values_here:
+            return self._plain(values[location.file, location.offset], location)
         from dcp_plugin.core.format.foreign.torch_file import RefusedValue  # only such files have values in their index
 
         value = self.index.values_here[key]
@@ -386,14 +273,15 @@ class ShardedReader(StorageReader):
             )
         return encode(value)
 
-    def _fetches_of_tensor(self, read: _Read, chunk: StoredChunk, target: torch.Tensor) -> Iterator[Fetch]:
-        key = read.key
-        if (shape := tuple(target.shape)) != read.box[1]:
+    def _fetches(self, box: _Box, target: torch.Tensor) -> Iterator[Fetch]:
+        (read, chunk, dtype), index = box, self.index
+        key, offsets, sizes = read.key, read.offsets, read.sizes
+        if (shape := tuple(target.shape)) != sizes:
             raise CheckpointMismatch(
-                f"{self.path}: the part of {key} to read has shape {read.box[1]}, but its target has shape {shape}"
+                f"{self.path}: the part of {key} to read has shape {sizes}, but its target has shape {shape}"
             )
-        if key in self.index.strides:
-            yield from fetch.of_view(key, chunk.location, read.dtype, self.index.strides[key], read.box[0], target)
+        if key in index.strides:
+            yield from fetch.of_view(key, chunk.location, dtype, index.strides[key], offsets, target)
             return
         block = self._block(chunk.location)
         if chunk.location.payload_offset is None:
@@ -401,31 +289,26 @@ class ShardedReader(StorageReader):
 
             def take(item: bytearray) -> None:
                 transforms = self._transforms(chunk.location)
-                loaded = tensor_in(self.path, key, item, chunk, read.dtype, read.box, target, transforms)
+                loaded = tensor_in(self.path, key, item, chunk, dtype, (offsets, sizes), target, transforms)
                 self._take(key, loaded, target)
 
             yield fetch.of_item(key, chunk.location, take, block)
         else:
             gap = self.opened.files.cost.gap
-            yield from fetch.of_box(key, chunk, read.dtype, read.box, target, block, gap)
-
-    def _fetches_of_chunk(self, chunk: WholeChunk) -> Iterator[Fetch]:
-        target, sizes = chunk.target, tuple(chunk.target.shape)
-        stored, corner = StoredChunk((), sizes, self.index.places.location(chunk.number)), (0,) * len(sizes)
-        return fetch.of_box(chunk.key, stored, target.dtype, (corner, sizes), target, self._block(stored.location))
+            yield from fetch.of_box(key, chunk, dtype, (offsets, sizes), target, block, gap)
 
     def _block(self, location: Location) -> int | None:
         """Return the bytes per checksum of an item; None if no checksum is compared."""
         return block_size(location.payload_length) if self._verify and location.hashes is not None else None
 
-    def _fill(self, read: _Read, target: torch.Tensor) -> None:
+    def _fill(self, box: _Box, target: torch.Tensor) -> None:
         """Fill a target without memory of its own: through a plain tensor, or from an item that ``torch.save`` made."""
-        assert read.chunk is not None, "it is a tensor"
-        if read.location.payload_offset is None and read.key not in self.index.strides:
-            self._read(list(self._fetches_of_tensor(read, read.chunk, target)))
+        read = box.read
+        if box.chunk.location.payload_offset is None and read.key not in self.index.strides:
+            self._read(list(self._fetches(box, target)))
             return
-        memory = torch.empty(read.box[1], dtype=read.dtype, device="cpu")
-        self._read(list(self._fetches_of_tensor(read, read.chunk, memory)))
+        memory = torch.empty(read.sizes, dtype=box.dtype, device="cpu")
+        self._read(list(self._fetches(box, memory)))
         self._take(read.key, memory, target)
 
     def _take(self, key: str, loaded: torch.Tensor, target: torch.Tensor) -> None:

@@ -28,7 +28,7 @@ from dcp_plugin.core.format.columns import ranges
 from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.payload import BlockHashes, Frame, block_size, hashes_in
 from dcp_plugin.core.media.medium import RangedFile, Readable, ReadCost, bytes_behind, first_bytes, stretches
-from dcp_plugin.core.records import WholeChunk
+from dcp_plugin.core.records import BoxRead
 from dcp_plugin.core.storage.fetch import Fetch, IntoMemory, Part
 from dcp_plugin.core.storage.published import gone_or_damaged
 from dcp_plugin.core.tensors.host_memory import READ_PIECE, Rings, memory_view
@@ -121,7 +121,7 @@ class BatchOfChunks(Batch):
     index: CheckpointIndex
     file: str
     begins: list[int]
-    chunks: list[WholeChunk]
+    chunks: list[BoxRead]
     hashes: list[list[int]]
 
     def __post_init__(self) -> None:
@@ -171,7 +171,7 @@ def batches_of(fetches: list[Fetch], cost: ReadCost) -> Iterator[Batch]:
 
 
 def batches_of_chunks(
-    chunks: Sequence[WholeChunk], index: CheckpointIndex, cost: ReadCost, verify: bool
+    chunks: Sequence[BoxRead], index: CheckpointIndex, cost: ReadCost, verify: bool
 ) -> Iterator[Batch]:
     """Yield complete chunks in the order of the file; each batch holds the chunks that one call reads."""
     if not chunks:

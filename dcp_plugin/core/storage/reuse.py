@@ -40,7 +40,7 @@ from dcp_plugin.core.format.payload import frame_if_possible, hashes_of, padded,
 from dcp_plugin.core.media.medium import CannotLink, DataFile, Medium, RangedFile, stretches
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.records import NewItem
-from dcp_plugin.core.storage.reader import ShardedReader
+from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.storage.reading import framed_item
 from dcp_plugin.core.storage.write_items import Destination
 from dcp_plugin.core.tensors.host_memory import finish_device_work
@@ -210,7 +210,7 @@ class Reuse:
             return ""
         self.previous = path
         try:
-            with ShardedReader(path, check_files=False) as reader:
+            with CheckpointReader(path, check_files=False) as reader:
                 index = reader.index
         except (OSError, CheckpointError) as error:
             return f"it cannot be opened any more ({error})"

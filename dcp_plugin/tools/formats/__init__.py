@@ -17,7 +17,7 @@ import torch
 from dcp_plugin.core.errors import CheckpointMismatch
 from dcp_plugin.core.format.index import StoredTensor
 from dcp_plugin.core.media.medium import NewFile
-from dcp_plugin.core.storage.reader import ShardedReader
+from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.tensors.host_memory import host_bytes
 from dcp_plugin.tools.stream import Part, Stream
 
@@ -26,7 +26,7 @@ from dcp_plugin.tools.stream import Part, Stream
 class Selected:
     """The keys of an open checkpoint that an export writes."""
 
-    reader: ShardedReader
+    reader: CheckpointReader
     names: Mapping[str, str]
     """Keys of the checkpoint -> names in the output."""
     dtype: torch.dtype | None = None

@@ -25,7 +25,7 @@ from dcp_plugin.core.loading.model_prefix import find_model_prefix
 from dcp_plugin.core.media.choice import medium_of
 from dcp_plugin.core.media.medium import Readable
 from dcp_plugin.core.paths import PathLike, as_path
-from dcp_plugin.core.storage.reader import ShardedReader
+from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.tools.formats import Layout, Selected, place_of, safetensors_files
 from dcp_plugin.tools.formats.peft_adapters import ADAPTER, Adapter
 
@@ -49,7 +49,7 @@ class Beside:
     """A line for each link out of the checkpoint. Such links are not followed."""
 
     @classmethod
-    def of(cls, reader: ShardedReader, config: PathLike | None) -> Beside:
+    def of(cls, reader: CheckpointReader, config: PathLike | None) -> Beside:
         """Read the small files of the checkpoint. Those of the folder ``config`` replace them.
 
         Raises:

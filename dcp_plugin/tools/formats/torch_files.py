@@ -28,7 +28,7 @@ from dcp_plugin.core.format.torch_archive import BEHIND, Record
 from dcp_plugin.core.media.medium import NewFile
 from dcp_plugin.core.state.optimizer import GROUPS, nested_of, with_numbers
 from dcp_plugin.core.state.per_rank import without_sampler
-from dcp_plugin.core.storage.reader import ShardedReader
+from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.tensors import _torch
 from dcp_plugin.core.tensors.host_memory import host_bytes, memory_view
 from dcp_plugin.core.types import KeyPath
@@ -183,7 +183,7 @@ def lightning_layout(selected: Selected, name: str, allow_pickle: tuple[str, ...
     return layout(selected, name, allow_pickle, functools.partial(_as_lightning, selected.reader))
 
 
-def _as_lightning(reader: ShardedReader, tree: dict[str, Any]) -> dict[str, Any]:
+def _as_lightning(reader: CheckpointReader, tree: dict[str, Any]) -> dict[str, Any]:
     step = reader.summary.step if reader.summary else None
     defaults = {"epoch": 0, "global_step": step or 0, _VERSION: _WRITTEN_AS}
     checkpoint = defaults | _without_ours(tree.get(_EXTRA, {}))
@@ -213,7 +213,7 @@ def _without_ours(extra: Any) -> dict[str, Any]:
     return {**kept, **of_hooks} if isinstance(of_hooks, dict) else kept
 
 
-def _module(tree: Mapping[str, Any], reader: ShardedReader) -> str:
+def _module(tree: Mapping[str, Any], reader: CheckpointReader) -> str:
     modules = [name for name in tree if reader.kinds.get(name) == "module"]
     if _MODEL in modules or (_MODEL in tree and not modules):
         return _MODEL

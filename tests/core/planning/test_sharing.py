@@ -15,7 +15,7 @@ import dcp_plugin as dcp
 from dcp_plugin.core.media.disk.local_files import LocalFiles
 from dcp_plugin.core.media.medium import ReadCost
 from dcp_plugin.core.media.objects.object_files import ObjectFiles
-from dcp_plugin.core.planning import sharing
+from dcp_plugin.core.planning import reads, sharing
 from tests.compare import full_state, same_bytes
 from tests.damage import flip
 from tests.launch import gathered, on_ranks
@@ -93,6 +93,22 @@ def test_replicas_read_every_byte_once(tmp_path: Path) -> None:
             assert factor <= read[0].item() / unique < 1.01 * factor + 0.01
             if policy is True:
                 assert read[1].item() < 0.3 * unique, "all ranks take part in the reading"
+
+
+@on_ranks(2)
+def test_ranks_divide_the_reads_of_the_one_plan_that_each_has_made(tmp_path: Path) -> None:
+    dcp.save({"t": {str(n): torch.full((100_000,), float(n)) for n in range(8)}, "n": 1}, tmp_path / "ck")
+    plans = []
+    plan = reads.ReadPlanner.plan
+    reads.ReadPlanner.plan = lambda self: plans.append(plan(self)) or plans[-1]  # type: ignore[func-returns-value, method-assign]
+    for policy, times in ((True, 1), (False, 2)):
+        target = {str(n): torch.zeros(100_000) for n in range(8)}
+        report = dcp.load({"t": target, "n": 0}, tmp_path / "ck", io={"broadcast": policy})
+        assert all((target[str(n)] == n).all() for n in range(8))
+        read = torch.tensor(report.bytes_read)
+        dist.all_reduce(read)
+        assert times * 8 * 400_000 <= read.item() < (times + 0.5) * 8 * 400_000
+    assert [len([*each.chunks, *each.boxes]) for each in plans] == [8, 8]
 
 
 @on_ranks(4)

@@ -26,7 +26,7 @@ from dcp_plugin.core.format.payload import SMALLEST_BLOCK, BlockHashes, block_co
 from dcp_plugin.core.media.disk import direct_io, posix
 from dcp_plugin.core.media.disk.direct_io import BUFFER, BlockFile
 from dcp_plugin.core.media.medium import IN_PLACE, PAGE
-from dcp_plugin.core.storage.reader import ShardedReader
+from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.tensors import host_memory
 from tests.compare import assert_same, same_bytes
 from tests.memory import extra_peak
@@ -140,7 +140,7 @@ def test_large_payloads_begin_at_pages_of_the_file(tmp_path: Path, async_save: b
     with closing(dcp.Checkpointer(async_save=async_save)) as ours:
         ours.save(state, tmp_path / "ck").wait()
     unsubscribe()
-    index = ShardedReader(tmp_path / "ck").index
+    index = CheckpointReader(tmp_path / "ck").index
     for key, tensor in state.items():
         entry = index[key]
         assert isinstance(entry, StoredTensor)

@@ -46,7 +46,7 @@ from dcp_plugin.core.media.choice import locate, medium_of, uncommitted_reason
 from dcp_plugin.core.paths import StorageOptions, Where, as_path, is_path
 from dcp_plugin.core.planning.global_plan import Share, make_global_plan
 from dcp_plugin.core.planning.local_inventory import VALUE, LocalInventory, OfKey, ties_of
-from dcp_plugin.core.planning.save import encode_state, narrow
+from dcp_plugin.core.planning.save import encode_state, part_of
 from dcp_plugin.core.records import NewItem
 from dcp_plugin.core.storage.part_writer import Facts, PartWriter, Publication
 from dcp_plugin.core.storage.reuse import Reuse
@@ -136,7 +136,17 @@ class ShardedSavePlanner(SavePlanner):
         if isinstance(value, EncodedValue):
             return io.BytesIO(value.data)
         assert write_item.tensor_data is not None
-        return narrow(value, write_item.index.fqn, write_item.tensor_data.chunk)
+        box = write_item.tensor_data.chunk
+        return _narrow(value, write_item.index.fqn, tuple(box.offsets), tuple(box.sizes))
+
+
+def _narrow(value: ShardedValue, key: str, offsets: Shape, sizes: Shape) -> torch.Tensor:
+    """Return the view of a box that is inside one of this rank's chunks."""
+    for chunk in value.chunks:
+        edges = zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
+        if all(origin <= at and at + size <= origin + extent for at, size, origin, extent in edges):
+            return part_of(key, chunk, offsets, sizes, value.stored_whole)
+    raise CheckpointMismatch(f"{key}: this rank holds no chunk of shape {sizes} at {offsets}")
 
 
 def _inventory_of(plan: SavePlan, facts: LocalFacts) -> LocalInventory:
