@@ -1,14 +1,15 @@
 """Start of a run: from its own newest checkpoint, else with the weights of a pre-trained model, else from scratch.
 
 Rank 0 searches and decides for all ranks. If each rank searched, ranks could see different files on a shared file
-system: one would resume, and another would start from scratch. The ranks carry out the decision or raise: a run never
-starts from another source because its checkpoints cannot be loaded. If the load finds that the newest checkpoint is
-damaged, ``"auto"`` quarantines it (:mod:`~dcp_plugin.core.runs.damage`) and loads the checkpoint before it, on all
-ranks.
+system: one would resume, and another would start from scratch.
 
-A resumed run takes everything from its checkpoint. The source of a warm start is read again only if that checkpoint
-leaves out what the source has (``trainable_only``): it is loaded first, and the checkpoint over it. A warm start takes
-only the model: optimizer, schedules, counters and random streams are new.
+The rule: the ranks carry out the decision or raise. A run never starts from another source because its checkpoints
+cannot be loaded. If the load finds that the newest checkpoint is damaged, ``"auto"`` quarantines it
+(:mod:`~dcp_plugin.core.runs.damage`) and loads the checkpoint before it, on all ranks.
+
+A resumed run takes everything from its checkpoint. If that leaves out parameters of the source of the warm start
+(``trainable_only``), the source is loaded first, and the checkpoint over it. A warm start takes only the model:
+optimizer, schedules, counters and random streams are new.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class StartOptions:
     """Options of a user for the start of a run, see :func:`dcp_plugin.resume_or_init`.
 
     Raises:
-        ValueError: ``partial`` without ``init_from``. It would have no effect.
+        ValueError: ``partial`` is given without ``init_from``, and would have no effect.
     """
 
     resume: str | PathLike = "auto"
@@ -112,7 +113,7 @@ class StartOptions:
         A checkpoint of another tool at ``init_from`` is the source of a warm start, not a checkpoint of the run.
 
         Args:
-            tools: Other tools: the integration resumes from their checkpoints, too.
+            tools: Other tools whose checkpoints the integration can resume from.
             without: Checkpoints to ignore, because they are damaged.
         """
         root_path = as_path(root, self.storage_options)
@@ -163,14 +164,14 @@ class StartOptions:
 
         Args:
             modules: The targets of the load of ``init_from``.
-            find: Returns the checkpoint of this run to resume from, or None; called on rank 0. Its argument is the
-                list of the damaged checkpoints, which it must not return.
-            resume: Loads that checkpoint. Called on every rank.
+            find: Returns the checkpoint of this run to resume from, or None. Called on rank 0, with the damaged
+                checkpoints, which it must not return.
+            resume: Loads a checkpoint of this run. Called on every rank.
 
         Raises:
             CheckpointNotFound: The run has no checkpoint, and the path ``init_from`` does not exist.
-            CheckpointCorrupt: Every checkpoint of this run is damaged; or the chosen one is, and ``"auto"`` did not
-                choose it.
+            CheckpointCorrupt: Every checkpoint of this run is damaged. Or a checkpoint that ``"auto"`` did not choose
+                is damaged.
             CheckpointError: An error of ``find``, ``resume`` or the load of ``init_from``; on every rank.
         """
         damaged: list[Where] = []
@@ -183,7 +184,7 @@ class StartOptions:
                 return start
             if start.how != "resumed":
                 return replace(start, report=checkpointer.load(modules, start.path, self.partial, self.strict))
-            # Outside of the block: damage of init_from is no reason to pass over this checkpoint.
+            # Outside of the try block: if init_from is damaged, this checkpoint must not be quarantined.
             if self.init_from is not None:
                 with Internals(checkpointer).shown(start.path) as files:
                     self.load_before(checkpointer, modules, start.path, files)
@@ -200,7 +201,7 @@ class StartOptions:
     def load_before(
         self, checkpointer: Checkpointer, modules: Mapping[str, Any], path: Where, files: SourceFiles | None
     ) -> None:
-        """Load ``init_from``, if the checkpoint to resume from leaves out parameters that it may have. Collective.
+        """Load ``init_from`` if the checkpoint to resume from leaves out parameters. Collective.
 
         Args:
             files: The files of the checkpoint, see :meth:`Internals.shown`.
@@ -210,7 +211,7 @@ class StartOptions:
 
         def leaves_out() -> bool:
             with suppress(CheckpointError, OSError), ShardedReader(path, check_files=False, files=files) as reader:
-                return bool(reader.index.left_out)  # if it cannot be read, the load will raise that
+                return bool(reader.index.left_out)  # the load raises the error of a checkpoint that cannot be read
             return False
 
         def find() -> Where | None:
@@ -246,7 +247,7 @@ class StartOptions:
         if own is not None:
             if (local := next((state for state in self.local if state.path == own), None)) is not None:
                 return Start("resumed", own, local.step)
-            summary = summary_if_readable(own)  # if it was damaged after the search, the load will raise that
+            summary = summary_if_readable(own)  # None if it was damaged after the search: the load raises the error
             return Start("resumed", own, summary.step if summary is not None else None)
         if self.init_from is None:
             return Start("fresh")
@@ -254,7 +255,7 @@ class StartOptions:
 
 
 def _refuse_a_mixture(start: Start, report: LoadReport | None, damaged: list[Where]) -> None:
-    """Refuse a resume in which a value of a damaged checkpoint, loaded in part, may remain in the state."""
+    """Refuse a resume after which the state may have values of a damaged checkpoint that was loaded in part."""
     if damaged and report is not None and report.missing:
         raise CheckpointCorrupt(
             f"{damaged[-1]} turned out to be damaged while it was loaded, and {start.path}, which is older, has no "
@@ -280,9 +281,9 @@ def resolve_resume(
     Raises:
         CheckpointNotFound: ``"must"`` and no checkpoint exists, or the path does not exist.
         CheckpointIncomplete: The path is a torn checkpoint.
-        CheckpointUnreadable: ``"auto"`` or ``"must"``, and ``root`` cannot be read; or an entry below it cannot, and no
-            complete checkpoint is in the same directory as that entry or above it; or another version of this
-            package has saved the newest checkpoint, in a format that this one does not read.
+        CheckpointUnreadable: ``"auto"`` or ``"must"``, and ``root`` cannot be read. Or an entry below it cannot be
+            read, and no complete checkpoint is in the same directory as that entry or above it. Or another version of
+            this package has saved the newest checkpoint in a format that this one does not read.
         CheckpointCorrupt: ``"auto"``, and every checkpoint of this run is damaged, or only another tool can load it. An
             interrupted save is not damage: a run that never completed a save starts from scratch.
         CheckpointMismatch: ``"auto"`` or ``"must"`` in a job of a Hydra sweep, and ``root`` has the checkpoints of
@@ -336,9 +337,9 @@ def resume_or_init(
         resume: ``"auto"``, ``"must"``, ``"never"`` or the path of a checkpoint, see :func:`~dcp_plugin.resolve_resume`.
             If the newest checkpoint proves to be damaged during the load, ``"auto"`` quarantines it and loads the
             checkpoint before it; ``"must"`` and a path raise.
-        init_from: A checkpoint with the model's weights, used if the run has no checkpoint. If the run's checkpoint
-            leaves out frozen parameters (``trainable_only``), it is loaded first, and that checkpoint over it. So give
-            it at each start.
+        init_from: A checkpoint with the model's weights, used if the run has no checkpoint. Give it at each start. If
+            the run's checkpoint leaves out frozen parameters (``trainable_only``), ``init_from`` is loaded first, and
+            the run's checkpoint over it.
         partial: Rules for the modules' keys that ``init_from`` fills; all keys by default.
         strict: If true, keys that do not fit are errors.
         checkpointer: The checkpointer that saves, whose settings and process group the load uses. Without it, a
@@ -349,10 +350,10 @@ def resume_or_init(
 
     Raises:
         ValueError: ``partial`` is given without ``init_from``, or a checkpointer together with settings.
-        CheckpointNotFound: ``resume="must"`` and the run has no checkpoint; or ``init_from`` is needed and is not
-            there.
-        CheckpointError: The chosen checkpoint cannot be loaded; raised on every rank. No other checkpoint is tried,
-            except that ``"auto"`` tries an older checkpoint of the run if the newest is damaged.
+        CheckpointNotFound: ``resume="must"`` and the run has no checkpoint. Or ``init_from`` is needed and does not
+            exist.
+        CheckpointError: The chosen checkpoint cannot be loaded; raised on every rank. The only case in which another
+            checkpoint is tried is ``"auto"`` with a damaged newest checkpoint.
         RankFailure: A rank died, or did not answer within the timeout.
 
     Example:
@@ -364,7 +365,7 @@ def resume_or_init(
         >>> str(dcp_plugin.resume_or_init(state, "run"))  # doctest: +ELLIPSIS
         'resumed at step 1: loaded 3 items from ...run/step-1'
     """
-    options = StartOptions(resume, init_from, partial, strict)  # raises errors in the arguments before any other work
+    options = StartOptions(resume, init_from, partial, strict)  # first, since it checks the arguments
     if checkpointer is not None and (config is not None or overrides):
         raise ValueError("give either a checkpointer or settings: a checkpointer has its own settings.")
     besides = ("resume", "init_from", "partial", "strict", "checkpointer")
@@ -384,7 +385,7 @@ def resume_or_init(
 
 
 _OF_RANDOM_NUMBERS = re.compile(r"rng|random|\.streams\.", re.I)
-"""Keys of random numbers, whether :class:`~dcp_plugin.RandomStreams` has stored them or the user."""
+"""Pattern of keys of random numbers, which :class:`~dcp_plugin.RandomStreams` or the user has stored."""
 
 
 @functools.cache

@@ -94,9 +94,9 @@ class CheckpointConfig(Options):
     checkpoint stays complete: it can be copied, loaded and deleted without the others."""
 
     trainable_only: bool = False
-    """Leave frozen parameters out of checkpoints if they have the bytes that this process has loaded from one
-    checkpoint outside of the run, as ``init_from`` or by a load before the training. Every start of the run must load
-    that checkpoint again, so it must be kept. Buffers, and other frozen parameters, are saved."""
+    """Leave frozen parameters out of checkpoints. This applies to parameters that still have the bytes of one
+    checkpoint outside of the run, which this process has loaded with ``init_from`` or before the training. Every start
+    of the run must load that checkpoint again, so it must be kept. Buffers and other frozen parameters are saved."""
 
     exclude: tuple[str, ...] = ()
     """Keys (globs) to leave out of saves. A pattern that matches no key is an error at the first save."""
@@ -105,8 +105,8 @@ class CheckpointConfig(Options):
     """Save and restore the random number generators of every rank, in the framework integrations."""
 
     keep_last: int | Retention | None = None
-    """After a save, delete all but the newest N committed checkpoints next to it, or all that the rules of a
-    :class:`~dcp_plugin.Retention` do not keep. ``None`` keeps all."""
+    """After a save, delete committed checkpoints next to it. A number N keeps the newest N of them, a
+    :class:`~dcp_plugin.Retention` those that its rules keep. ``None`` deletes none."""
 
     timeout: float = 1800.0
     """Seconds that a rank waits for the others in one step of a save or load before it raises."""
@@ -116,10 +116,10 @@ class CheckpointConfig(Options):
     separate line every ten seconds, which leaves progress bars intact. ``"auto"``: if stderr is a terminal."""
 
     stock_aliases: bool | Literal["auto"] = "auto"
-    """Store additional keys for stock code: an optimizer's param groups as a list and, through Lightning's sharded
-    strategies, the keys of everything, so that Lightning resumes without this package. The keys take a few bytes; the
-    tensors are shared. A tool that converts a complete directory (``dcp_to_torch_save``) converts shared tensors
-    twice."""
+    """Store additional keys for stock code. An optimizer's param groups are also stored as a list. Lightning's sharded
+    strategies also store every key under the name that stock Lightning expects, so that Lightning resumes without this
+    package. The keys take a few bytes; the tensors are shared. A tool that converts a complete directory
+    (``dcp_to_torch_save``) converts shared tensors twice."""
 
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
     """Options for access to the object store of a URL, with the names of `obstore
@@ -132,6 +132,7 @@ class CheckpointConfig(Options):
     checkpoint from an untrusted source."""
 
     def __post_init__(self) -> None:
+        # YAML and the command line give lists and mappings. object.__setattr__, because the class is frozen.
         for name in ("allow_pickle", "exclude"):
             keys: object = getattr(self, name)
             if isinstance(keys, Iterable) and not isinstance(keys, str):
@@ -190,8 +191,9 @@ class CheckpointConfig(Options):
     ) -> CheckpointConfig:
         """Return ``config``, or the defaults, with the fields in ``overrides`` replaced.
 
-        A mapping for a group (``keeper``, ``io``) replaces single fields of the group; with ``keeper=None`` in
-        ``config``, of the defaults. The override ``async_save=False`` also resets ``staging``.
+        A mapping for a group (``keeper``, ``io``) replaces single fields of the group. If ``config`` has
+        ``keeper=None``, the fields are replaced in the default :class:`~dcp_plugin.Keeper`. The override
+        ``async_save=False`` also resets ``staging``, because lazy staging needs a background save.
 
         Args:
             config: The configuration to change; the defaults if None.

@@ -57,10 +57,9 @@ def one_line(text: str) -> str:
 
 
 def logger_of(name: str) -> logging.Logger:
-    """Return a logger whose own messages, but not those of its children, are printable, and which never raises.
+    """Return a logger whose messages are printable and whose calls never raise. Messages of its children are unchanged.
 
-    A handler of the user may fail, or the stream that it writes to may be closed. No save and no load depends on a line
-    that only shows.
+    A handler of the user may fail, or its stream may be closed. A log line must not fail a save or a load.
     """
     logger = logging.getLogger(name)
     handle = logger.handle
@@ -79,14 +78,14 @@ def logger_of(name: str) -> logging.Logger:
 logger = logger_of("dcp_plugin")
 
 
-@functools.cache  # searches and saves meet the same again and again
+@functools.cache  # searches and saves find the same problem repeatedly
 def warn_once(text: str) -> None:
     """Log a warning, once in each process."""
     logger.warning("%s", text)
 
 
 def warn(message: str, stacklevel: int = 2) -> None:
-    """Warn as :func:`warnings.warn` does. This raises only where a filter of the user makes warnings errors."""
+    """Warn as :func:`warnings.warn` does. Raise only if a filter of the user makes the warning an error."""
     try:
         warnings.warn(message, stacklevel=stacklevel + 1)
     except Warning:
@@ -111,20 +110,20 @@ class CheckpointError(Exception):
         super().add_note(self._where_explained())
 
     def add_note(self, note: str, /) -> None:
-        """Add a note to the traceback, before the line that says where the class is explained."""
+        """Add a note to the traceback. The line with the address of the explanation stays the last one."""
         super().add_note(note)
         last = self._where_explained()
         self.__notes__ = [text for text in self.__notes__ if text != last] + [last]
 
     @classmethod
     def _where_explained(cls) -> str:
-        """Return where the class is explained, or its nearest base class in this package."""
+        """Return the line with the command and the address that explain the class, or its nearest base class here."""
         public = next(base for base in cls.__mro__ if globals().get(base.__name__) is base)
         return f"See `dcp-plugin explain {public.__name__}`, or {EXPLAINED}#{public.__name__.lower()}"
 
 
 def _message(text: str) -> str:
-    """Escape a message. A newline before an indented line stays, since lists of this package use it for their items."""
+    """Escape a message. A newline before an indented line stays, since messages of this package list items so."""
     return _NEWLINE.sub(r"\\n", printable(text))
 
 
@@ -152,8 +151,8 @@ class CheckpointCorrupt(CheckpointError):
 
 @public_class()
 class CheckpointUnreadable(CheckpointCorrupt):
-    """The checkpoint cannot be read, but its bytes may be intact: the file system failed (an I/O error, a lost mount),
-    or another version of this package has saved it in a format that this one does not read.
+    """The checkpoint cannot be read, but its bytes may be intact. Either the file system failed (an I/O error, a lost
+    mount), or another version of this package has saved it in a format that this one does not read.
 
     The class derives from ``CheckpointCorrupt`` because in both cases the targets of a load may be partly filled.
     """
@@ -180,7 +179,7 @@ class NotInCheckpoint(CheckpointMismatch, KeyError):
 class UnsafeCheckpoint(CheckpointError):
     """A value requires the execution of pickled code, and ``allow_pickle`` does not have its key.
 
-    Also raised if tensors need far more memory than the size of the checkpoint's files, and the caller has not
+    Also raised for tensors that need far more memory than the checkpoint's files have bytes, unless the caller has
     allocated targets for them.
     """
 
@@ -218,8 +217,8 @@ class RankFailure(CheckpointError):
 
 
 _NO_FILE = {errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENAMETOOLONG}
-"""Error numbers that mean damage. Opening a named pipe, a socket or a device in place of a file raises ``EINVAL``. A
-damaged index may name files that cannot exist (``ENAMETOOLONG``)."""
+"""Error numbers that mean damage. This package raises ``EINVAL`` for a named pipe, a socket or a device in place of a
+file. A damaged index may name files that cannot exist (``ENAMETOOLONG``)."""
 
 
 def unreadable(failure: str, error: OSError) -> CheckpointError:

@@ -55,8 +55,8 @@ class SaveRecord:
     """Identifier of the run that saves."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     ranks: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
-    """Costs of the save on each rank: a column for each of :data:`dcp_plugin.core.runs.figures.COLUMNS`. Of
-    ``blocked_seconds`` None means the time until the save was published."""
+    """Costs of the save on each rank: a column for each of :data:`dcp_plugin.core.runs.figures.COLUMNS`. None in the
+    column ``blocked_seconds`` stands for the time until the save was published."""
 
 
 @public_class("dcp_plugin.events")
@@ -124,9 +124,10 @@ class SaveAborted:
 @public_class("dcp_plugin.events")
 @dataclass(frozen=True)
 class ReplicasDiffer:
-    """Parameters or optimizer state that should be equal on several ranks differ, found at a save and once in a run.
+    """Parameters or optimizer state that should be equal on several ranks differ. A run reports this once, at the save
+    that detects it.
 
-    From this save on, the lowest rank that holds a part of a tensor is the one whose part is saved.
+    This save and later ones take each part of a tensor from the lowest rank that holds it.
     """
 
     path: Where
@@ -142,7 +143,8 @@ Event = SaveStarted | BytesWritten | SavedLocally | SaveFinished | SaveAborted |
 E = TypeVar("E", bound=Event)
 
 _subscribers: list[Callable[[Event], None]] = []
-"""Subscribers of this process. There is no lock: a process forked while it is held would find it locked for ever."""
+"""Subscribers of this process. There is no lock, because a process forked while a thread holds it could never take
+it."""
 _reported: list[Callable[..., object]] = []
 """Callbacks whose error for :class:`BytesWritten` has been logged. A save has many of these events."""
 _here = threading.local()
@@ -195,8 +197,8 @@ def append_to(json_lines: Path, event: Event) -> None:
 def call_each(callbacks: Iterable[Callable[[E], object]], event: E) -> None:
     """Call all callbacks with ``event``. Log the errors of those that raise.
 
-    None fails a save, since the other ranks would wait. During the calls, :func:`is_in_subscriber` is true in this
-    thread. Ctrl-C, and SystemExit in the main thread, are raised unchanged.
+    An error does not fail the save, since the other ranks would wait for this one. During the calls,
+    :func:`is_in_subscriber` is true in this thread. KeyboardInterrupt and SystemExit are raised in the main thread.
     """
     outside, _here.in_subscriber = is_in_subscriber(), True
     try:

@@ -1,4 +1,7 @@
-"""Interruptions of a block of code: SIGINT is held back, or the garbage collector is paused, here alone."""
+"""Blocks of code without interruptions: SIGINT is held back, or the garbage collector is paused.
+
+No other module holds SIGINT back or pauses the collector.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from contextlib import contextmanager
 def interrupts_held() -> Iterator[None]:
     """Hold SIGINT back in the main thread, and deliver it to the handler of the user when the block ends.
 
-    Inside are only statements that cannot wait: no collective, no start of a process, no file of a network. In another
-    thread this has no effect, since Python raises KeyboardInterrupt in the main thread alone.
+    The block must not wait: no collective, no start of a process, no file on a network. In another thread this has no
+    effect, since Python raises KeyboardInterrupt only in the main thread.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
@@ -35,8 +38,8 @@ def collector_paused() -> Iterator[None]:
     """Pause Python's garbage collector.
 
     Saves and loads make many small objects, none of which is garbage. Repeated collections would take most of the time
-    of a checkpoint with small tensors. Work in the background must not use this for longer than a checkpoint takes to
-    open, since training makes garbage meanwhile.
+    of a checkpoint with small tensors. A background thread may use this only for about as long as it takes to open a
+    checkpoint, since training makes garbage meanwhile.
     """
     enabled = gc.isenabled()
     gc.disable()

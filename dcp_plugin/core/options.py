@@ -45,6 +45,7 @@ class Options:
     def __post_init__(self) -> None:
         for item in fields(self):
             name, value = self._prefix + item.name, getattr(self, item.name)
+            # item.type is the text of the annotation, since this package postpones the evaluation of annotations.
             wanted, fits = _TYPES.get(str(item.type), ("", lambda value: True))
             if not fits(value):
                 shown = repr(value) if item.repr else f"a {type(value).__name__}"
@@ -79,7 +80,7 @@ class Options:
 @dataclass(frozen=True, repr=False)
 class Keeper(Options):
     """Settings of the *keeper*, one helper process per node that writes the saves. The keeper has the host copies in
-    shared memory. A save that has returned is published even if the complete training is killed right after, and the
+    shared memory. A save that has returned is published even if the complete training is killed right after. The
     keeper never takes the training's interpreter lock. Linux only.
 
     Raises:
@@ -152,17 +153,18 @@ class IO(Options):
 
     direct: bool | Literal["auto"] = "auto"
     """Bypass the page cache when writing data files (``O_DIRECT``). ``"auto"``: only for files above 1/32 of the
-    available memory, if a trial shows that the file system supports it; smaller files stay in the page cache, from
+    available memory, if a trial shows that the file system supports it. Smaller files stay in the page cache, from
     which a restart on the same host reads them. ``True``: for all files; a file system that refuses is an error."""
 
     verify: bool = True
-    """Compare every block that a load reads with its hash. If only narrow columns of a stored tensor are wanted,
-    blocks that are only partly wanted are not checked, since the check would require the columns of all other ranks."""
+    """Compare every block that a load reads with its hash. The exception is a load of narrow columns of a stored
+    tensor: a block of which only a part is wanted is not checked. The check would require the columns of all other
+    ranks."""
 
     broadcast: bool | Literal["auto"] = "auto"
     """If several ranks want the same bytes, let one rank read and broadcast them. ``"auto"``: always from an object
-    store; from a file system only bytes that at least 8 hosts want. On one host sharing never pays, however slow the
-    storage is, because the page cache has the bytes that the first rank has read."""
+    store; from a file system, only bytes that at least 8 hosts want. Sharing never pays on one host, because the page
+    cache has the bytes that the first rank has read."""
 
 
 def _is_int(value: object) -> bool:

@@ -29,9 +29,8 @@ _OTHER_NAMES = {"s3a": "s3", "gcs": "gs", "azure": "az", "adl": "abfs"}
 class StoreOptions:
     """Options for access to a store, which may include secrets, in plain dicts and lists.
 
-    ``repr`` has only the names of options, so logs have no values. A pickle has no options at all, except the pickle
-    with which a process is started. The class is no ``Mapping``, so that no state dict is made of it. Thus no secret is
-    stored anywhere.
+    No secret is stored or logged. ``repr`` has only the names of options. A pickle has no options, except the pickle
+    with which a process is started. The class is no ``Mapping``, so that no state dict is made of it.
 
     Example:
         >>> StoreOptions({"region": "eu-west-1"})["region"]
@@ -152,6 +151,7 @@ class ObjectPath(str):
         return self.parent / name
 
     def __truediv__(self, below: str) -> ObjectPath:
+        # The leading "/" keeps ".." inside of the bucket.
         joined = posixpath.normpath(posixpath.join("/", self.key, below)).lstrip("/")
         return self._with_key(joined)
 
@@ -183,13 +183,13 @@ def as_path(path: PathLike, options: StorageOptions | None = None) -> Where:
 def absolute(path: PathLike) -> Path:
     """Return the absolute form of a path of the file system.
 
-    Links stay, so that the path is the same on all nodes. But a link before ``..`` is resolved, as the kernel does:
-    ``link/../run`` is beside the directory to which ``link`` leads.
+    Links stay, so that the path is the same on all nodes. The exception is a link before ``..``, which is resolved as
+    the kernel does it: ``link/../run`` is next to the target of ``link``.
     """
     parts = Path(os.getcwd(), path).parts
     if ".." not in parts:
         return Path(os.path.abspath(path))
-    after = len(parts) - parts[::-1].index("..")
+    after = len(parts) - parts[::-1].index("..")  # the number of parts up to the last ".."
     return Path(os.path.realpath(Path(*parts[:after])), *parts[after:])
 
 
@@ -208,7 +208,7 @@ def is_url(path: PathLike) -> bool:
 
 
 def text_of(path: PathLike) -> str:
-    """Return the text of a path, with ``~`` expanded; the path of a ``file://`` URL; or any other URL in normal form.
+    """Return the text of a path with ``~`` expanded, or a URL in normal form. A ``file://`` URL becomes its path.
 
     Raises:
         TypeError, ValueError: See :func:`as_path`.

@@ -74,18 +74,19 @@ class SaveRequest:
     began: float
     """Time of the call, in seconds of ``time.monotonic``."""
     blocked_seconds: float | None = None
-    """Duration of the call; None if the caller waits until the checkpoint is published."""
+    """Time for which the call blocked; None if the caller waits until the checkpoint is published."""
     views: Views = field(default_factory=dict)
     aliases: Aliases = field(default_factory=dict)
     files: Callable[[Path], None] | None = None
-    """Function that adds the caller's files to a directory. With it, other files at the path stay."""
+    """Function that adds the caller's files to the directory of the save. If it is given, files that are already at the
+    path stay."""
     durable: bool = False
     """True to copy the save from ``keeper.dir`` to its path, independent of ``keeper.durable_every``."""
 
 
 @dataclass(frozen=True)
 class LiveState:
-    """Objects to save. No later record refers to them, so that the caller can free them during the save."""
+    """Objects to save. Later records do not refer to the objects, so the caller can free them during the save."""
 
     state: Mapping[str, Any]
     """Name -> Module, Optimizer, Stateful, tensor, plain value, or a mapping of these."""
@@ -96,9 +97,9 @@ class LiveState:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """Numbers, or tensors of one element."""
     compared: tuple[str, ...] = ("",)
-    """Starts of the keys of data whose differences between ranks are named at the first save."""
+    """Prefixes of the keys of data that the first save compares between ranks. ``""`` is the prefix of every key."""
     is_data: bool = False
-    """True if an object in a mapping of ``state`` is a value, whose ``state_dict`` is not called."""
+    """True if objects inside the mappings of ``state`` are plain values. Their ``state_dict`` is not called."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,9 @@ class StateDetails:
     """Names below which each rank has its own value."""
     shards: Shards
     metrics: dict[str, float]
-    """Metrics of the checkpoint. Those of rank 0 are recorded."""
+    """Metrics of this rank. The checkpoint records those of rank 0."""
     shared: frozenset[str]
-    """Keys of data that all ranks are expected to share, to be compared."""
+    """Keys of data that should be equal on all ranks. The first save compares them."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +136,8 @@ class GatheredState:
 class StagedState:
     """This rank's part of the state as it will be written.
 
-    It is a copy on the host (:mod:`dcp_plugin.core.staging.snapshot`), which nothing changes. A save whose caller waits
-    until it is written needs no copy: its chunks are views of the live memory.
+    A background save has a copy on the host, which nothing changes (:mod:`dcp_plugin.core.staging.snapshot`). If the
+    caller waits until the save is written, the chunks are views of the memory that training uses.
     """
 
     state: Flat
@@ -149,7 +150,7 @@ class StagedState:
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Keys left out of the state because the base has them -> their keys in the base."""
     rounded: Mapping[str, str] = field(default_factory=dict)
-    """Keys left out that the base has with more exact numbers -> their dtype."""
+    """Keys left out whose numbers the load from the base has rounded -> the dtype in this state."""
     base: Mapping[str, str] = field(default_factory=dict)
     """Record of the base in the summary; empty without one."""
 
@@ -157,7 +158,8 @@ class StagedState:
 class NewItem(NamedTuple):
     """An item that a rank writes: a box of a tensor, or a value.
 
-    A tensor is on this rank, has memory, and needs no gradient: ``tensors.require_memory`` has checked that.
+    A tensor is on this rank, has memory, and needs no gradient.
+    :func:`~dcp_plugin.core.tensors.kinds.require_memory` has checked that.
     """
 
     key: str
@@ -237,7 +239,7 @@ class OpenCheckpoint:
     """Files that the names in the index refer to."""
     index: CheckpointIndex
     known_identity: str
-    """:attr:`identity`; empty if it is a fingerprint that is not computed yet."""
+    """:attr:`identity` if opening the checkpoint has computed it; else empty."""
     format: str
     """Format, see :class:`~dcp_plugin.tools.CheckpointInfo`."""
     kinds: dict[str, str] = field(default_factory=dict)
@@ -250,8 +252,8 @@ class OpenCheckpoint:
 
     @property
     def identity(self) -> str:
-        """Text that is equal for the same checkpoint in the same place. It is :attr:`fingerprint`, unless computing
-        that takes requests to a store."""
+        """Text that is equal for the same checkpoint in the same place. It is :attr:`fingerprint`, unless computing the
+        fingerprint takes requests to a store."""
         return self.known_identity or self.fingerprint
 
     @functools.cached_property
@@ -283,10 +285,11 @@ class OpenCheckpoint:
 
 @dataclass(frozen=True)
 class Match:
-    """The targets of a load, and the key in the checkpoint of each. Keys of targets are complete."""
+    """The targets of a load, and the key in the checkpoint of each. Keys of targets begin with the name of their
+    object."""
 
     wanted: dict[str, Wanted]
-    """By the name of each object: what it wants, with only the selected targets."""
+    """Name of an object -> the tensors and values that it loads, reduced to the selected targets."""
     targets: dict[str, ShardedValue | None]
     """Tensors to fill; None for other values."""
     deferred: dict[str, Any]
@@ -301,7 +304,8 @@ class Match:
 
 
 LARGEST_CHUNK = 1 << 20
-"""Bytes of the largest :class:`WholeChunk`. The objects for a larger chunk cost little compared with its bytes."""
+"""Bytes of the largest :class:`WholeChunk`. A larger chunk is read as ``ReadItem`` objects, which cost little
+compared with its bytes."""
 
 
 class WholeChunk(NamedTuple):

@@ -1,4 +1,8 @@
-"""The retention policy: which checkpoints of a run stay, for saves, ``prune`` and the rotation of the frameworks."""
+"""The retention policy: rules that select the checkpoints of a run that stay.
+
+Saves, ``prune`` and the rotation of the frameworks use the same rules. Deletion itself is in
+:mod:`dcp_plugin.core.runs.deletion`.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +26,9 @@ NEWEST = "the newest of its run"
 class Retention:
     """Rules for the checkpoints of a run that stay. A checkpoint stays if any rule keeps it.
 
-    A checkpoint stays as well if no rule can judge it: ``every_steps`` judges checkpoints with a step, ``best`` those
-    with the metric, ``newest`` and ``younger_than`` all. Whatever the rules say, the newest complete checkpoint stays,
-    with others of its step, and a checkpoint that a kept one needs as its base (``trainable_only``).
+    A checkpoint also stays if no rule can judge it. ``every_steps`` judges checkpoints with a step, ``best`` those with
+    the metric, ``newest`` and ``younger_than`` all. Independent of the rules, the newest complete checkpoint and others
+    of its step stay, and the base of each checkpoint that stays (``trainable_only``).
 
     Raises:
         ValueError: No rule, which would delete every checkpoint but the newest; or a value out of range.
@@ -41,16 +45,16 @@ class Retention:
     newest: int | None = None
     """Number of the newest checkpoints that stay."""
     every_steps: int | None = None
-    """Checkpoints stay whose step is a multiple of this."""
+    """Checkpoints whose step is a multiple of this number stay."""
     best: tuple[str, Literal["min", "max"], int] | None = None
     """A metric, which of its values is best, and the number of checkpoints with the best values that stay."""
     younger_than: float | None = None
-    """Checkpoints stay that were saved less than so many seconds ago."""
+    """Checkpoints that were saved less than this number of seconds ago stay."""
 
     def __post_init__(self) -> None:
         if self.best is not None:
             metric, mode, count = self.best
-            object.__setattr__(self, "best", (metric, mode, count))  # a list, where YAML says it
+            object.__setattr__(self, "best", (metric, mode, count))  # YAML gives a list
             if mode not in ("min", "max"):
                 raise ValueError(f"mode={mode!r}: it is 'min' or 'max'")
         counts = {"newest": self.newest, "every_steps": self.every_steps, "best": self.best and self.best[2]}
@@ -86,7 +90,7 @@ class Retention:
         if self.best is not None:
             metric, mode, count = self.best
             unknown.append(f"metric {metric}")
-            newest_first = reversed(ordered)  # of equal values the newer is better
+            newest_first = reversed(ordered)  # sorted() is stable, so the newer of two equal values is better
             with_metric = [state for state in newest_first if metric in state.metrics]
             numbers = [state for state in with_metric if not math.isnan(state.metrics[metric])]
             sign = 1 if mode == "min" else -1

@@ -1,7 +1,7 @@
 """Sources: places other than its path where a checkpoint may be. The core knows the keeper only through this module.
 
-A load, the catalogue and the integrations first ask a :class:`Source`, and read from the path only the bytes that the
-source lacks. The configuration decides whether :func:`keeper_of` imports the package of the keeper, so a plain save and
+A load, the catalogue and the integrations first ask a :class:`Source`. They read only the bytes from the path that the
+source lacks. :func:`keeper_of` imports the package of the keeper only if the configuration has one, so a plain save and
 load import no part of it.
 """
 

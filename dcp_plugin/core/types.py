@@ -24,8 +24,8 @@ C = TypeVar("C", bound=type)
 def public_class(package: str = "dcp_plugin") -> Callable[[C], C]:
     """Return a decorator that names the package from which users import a class as its module.
 
-    Pickles of users refer to a class by its module, so they survive a move of the code. ``typing.get_type_hints`` still
-    resolves the annotations: each refers to the module that contains it.
+    Pickles of users refer to a class by its module, so they survive a move of the code. Each annotation refers to the
+    module that contains it, so ``typing.get_type_hints`` still resolves it.
     """
 
     def named(cls: C) -> C:
@@ -57,26 +57,26 @@ class ShardedValue:
     dtype: torch.dtype
     chunks: tuple[LocalChunk, ...]
     any_rank: bool = False
-    """True if ranks with the same chunk hold the same bytes, so each of them may write the chunk or a part of it.
-    Otherwise the first rank writes: buffers under DDP, for example, differ between ranks, and those of rank 0 count."""
+    """True if ranks with the same chunk hold the same bytes, so each of them may write the chunk or a part of it. If
+    false, the first rank writes it. Buffers under DDP, for example, differ between ranks, and those of rank 0 count."""
     frozen: bool = False
     """True for a parameter that is not trained. It probably has the same bytes at the next save."""
     stored_whole: bool = False
-    """True if the data of a chunk is not, or not only, in its memory (:mod:`dcp_plugin.core.tensors.kinds`).
-    ``torch.save`` then makes one item of each chunk, and a chunk is never cut."""
+    """True if the memory of a chunk does not have all its data (:mod:`dcp_plugin.core.tensors.kinds`). ``torch.save``
+    then makes one item of each chunk, and a chunk is never cut."""
     layout: str = "replicated or single"
     """Distribution of the tensor, in words, for the summary."""
     origin: Any = field(default=None, compare=False, repr=False)
-    """The tensor of which the chunks are views, if a stage needs it. A DTensor counts in-place operations itself, not
-    on its local tensor; and a slot of an optimizer is recognized by the identity of its tensor."""
+    """The tensor of which the chunks are views, if a stage needs it. A DTensor counts in-place operations on itself and
+    not on its local tensor. A slot of an optimizer is recognized by the identity of its tensor."""
 
     @classmethod
     def of_all(cls, tensor: torch.Tensor, any_rank: bool = False) -> ShardedValue:
         """Describe a tensor that is complete on this rank."""
         shape = tuple(tensor.shape)
         chunk = tuple.__new__(LocalChunk, ((0,) * len(shape), shape, tensor))
-        # Saves call this for thousands of tensors. Filling __dict__ takes a third of the time of the constructor of a
-        # frozen dataclass. Fields that are not set here have the class's defaults.
+        # Saves call this for thousands of tensors, and filling __dict__ takes a third of the time that the constructor
+        # of a frozen dataclass takes. Fields that are not set here have the class's defaults.
         made = object.__new__(cls)
         fields = made.__dict__
         fields["shape"], fields["dtype"], fields["chunks"], fields["any_rank"] = shape, tensor.dtype, (chunk,), any_rank
@@ -84,13 +84,15 @@ class ShardedValue:
 
 
 class Standing(enum.IntEnum):
-    """Right of a rank's entry to be the value of its key. If ranks differ, only the entries with the lowest count."""
+    """Right of a rank's entry to be the value of its key. If the entries of ranks differ, those with the lowest number
+    here count, and the others are ignored."""
 
     HOLDS = 0
     CHANGED = 1
-    """A load gave the value to a rank that had nothing there, and the rank has changed it since."""
+    """The rank had no value there before a load gave it one, and has changed the value since."""
     RECEIVED = 2
-    """As ``CHANGED``, but the rank still has what the load gave it: a copy that another rank may have outdated."""
+    """The rank had no value there, and still has the one that a load gave it. Another rank may have changed its own
+    since."""
     EMPTY = 3
     """None, or an empty sequence or set."""
     EMPTY_MAPPING = 4
@@ -110,9 +112,8 @@ Flat = dict[str, "ShardedValue | EncodedValue"]
 
 KeyPath = tuple[Any, ...]
 """Path of a key in the nested state. A step is a ``str`` for a mapping key, an ``int`` for a list index, ``("t", i)``
-for a tuple index, or ``("k", key)`` for a mapping key that is not text. For a mapping class other than ``dict``, the
-step has the class's name in :data:`~dcp_plugin.core.format.columns.MAPPING_CLASSES` in place of ``"k"``, even if the
-key is text."""
+for a tuple index, or ``("k", key)`` for a mapping key that is not text. A key of any type in a mapping class other than
+``dict`` is ``(name, key)``, with the class's name in :data:`~dcp_plugin.core.format.columns.MAPPING_CLASSES`."""
 
 
 @dataclass

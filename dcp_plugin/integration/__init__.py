@@ -1,9 +1,8 @@
 """Code that the packages for Lightning, Fabric, Accelerate and transformers share.
 
-Enters: a framework's objects and their settings. Leaves: the names under which they are stored
-(:mod:`~dcp_plugin.integration.stored`), each rank's random streams, positions of samplers, and :class:`Saver`, the
-base of all classes that save and load for an object of a framework. The rule: any framework can load a checkpoint of
-any other.
+The rule: any framework can load a checkpoint of any other. All of them store state under the same names and in the same
+form (:mod:`~dcp_plugin.integration.stored`), including each rank's random streams and the positions of samplers.
+:class:`Saver` is the base of all classes that save and load for an object of a framework.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ def that_waits(config: CheckpointConfig, integration: str) -> CheckpointConfig:
 
 
 class FrameworkCheckpointer(Checkpointer):
-    """Checkpointer of a framework that stores the values of rank 0 by rule. Of data, it compares only the state of
-    Lightning's callbacks and of objects that are registered with Accelerate."""
+    """Checkpointer of a framework that stores the values of rank 0 by rule. It compares only the user's own data
+    between ranks: the state of Lightning's callbacks, and of objects that are registered with Accelerate."""
 
     _compared = ("extra.callbacks.", "extra.registered.")
 
@@ -45,7 +44,7 @@ class Saver(ABC):
     """Settings and Checkpointer of one object of a framework.
 
     Args:
-        config: Settings of saves and loads; the framework's own, or the defaults, if None.
+        config: Settings of saves and loads. None: those of the framework's object if it has some, else the defaults.
     """
 
     _kind: type[Checkpointer] = FrameworkCheckpointer
@@ -87,7 +86,7 @@ class Saver(ABC):
         return as_path(path, self.config.storage_options)
 
     def due(self, step: int) -> bool:
-        """Return whether a save is due by ``save_interval``: see :meth:`dcp_plugin.Checkpointer.due`. Collective."""
+        """Return whether a save is due by ``save_interval``, see :meth:`dcp_plugin.Checkpointer.due`. Collective."""
         return self.checkpointer.due(step)
 
     def wait(self) -> None:
@@ -112,8 +111,8 @@ class Saver(ABC):
 class BaseAttachment(Saver):
     """Attachment by which a framework's object saves and loads through the core, until :meth:`detach`.
 
-    The end of its ``with`` block detaches. If the block raises, a failure of the save in flight becomes a note on that
-    exception and does not replace it.
+    The end of its ``with`` block detaches. If the block has raised an exception, a failure of the save in flight
+    becomes a note on the exception and does not replace it.
     """
 
     @abstractmethod

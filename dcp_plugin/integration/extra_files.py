@@ -1,7 +1,7 @@
 """Files of checkpoints for the framework packages, which open no path themselves.
 
-A framework package asks for the kind of a path, reads small files of stock frameworks, and hands a local directory
-with the extra files of a checkpoint to code that opens files itself (:func:`local_copy`).
+A framework package asks for the kind of a path, and reads small files of stock frameworks. Hooks and frameworks open
+extra files themselves, so they get a local directory with the extra files of a checkpoint (:func:`local_copy`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def is_regular_file(path: Where) -> bool:
 
 
 def is_taken(path: Where) -> bool:
-    """Return whether a path exists and is more than the files of a save in flight or of an interrupted save.
+    """Return whether something other than the files of a save in flight or an interrupted save is at a path.
 
     Raises:
         CheckpointError: The medium does not answer.
@@ -63,7 +63,7 @@ def is_taken(path: Where) -> bool:
 
 
 def paths_in(folder: Where) -> list[Where]:
-    """Return the paths directly below a folder; none if the folder does not exist. Raises OSError."""
+    """Return the paths directly below a folder; an empty list if the folder does not exist. Raises OSError."""
     with suppress(FileNotFoundError):
         return [entry.path for entry in medium_of(folder).entries(folder)]
     return []
@@ -105,8 +105,8 @@ def has_our_files(path: Where) -> bool:
 
 
 def is_of_stock_lightning(path: Where) -> bool:
-    """Return whether a sharded strategy of Lightning or Fabric alone saved the directory, also over a checkpoint of
-    ours.
+    """Return whether a sharded strategy of Lightning or Fabric saved the directory without this package, possibly over
+    a checkpoint of ours.
 
     Raises:
         CheckpointCorrupt: The directory mixes the files of both.
@@ -133,12 +133,12 @@ def saved_at(path: Where) -> float | None:
 def load_torch_file(path: Where, weights_only: bool | None, if_trusted: str, map_location: Any = "cpu") -> Any:
     """Load a file of ``torch.save``.
 
-    A large local file is mapped into memory, so that ranks of one node share its pages. A smaller file is read: the
-    kernel ends a process that reads from a mapped file after the file has shrunk.
+    A large local file is mapped into memory, so that ranks of one node share its pages. A smaller file is read instead,
+    because the kernel ends a process that reads from a mapped file after the file has shrunk.
 
     Args:
-        weights_only: Refuse values that only executing code from the file restores. None takes torch's default, which
-            refuses them.
+        weights_only: True to refuse values that only executing code from the file restores. None takes torch's default,
+            which refuses them.
         if_trusted: The call that a user who trusts the file can make instead, for the message.
 
     Raises:
@@ -173,9 +173,9 @@ def local_copy(
 ) -> Iterator[Path]:
     """Yield a local directory with the files of a checkpoint, except those of tensors, for the duration of the block.
 
-    For a checkpoint in a local directory it is that directory. From an object store, this rank fetches the files. Files
-    that were copied from a store to a disk get their usual names. Files that only a source has are fetched from the
-    source, and compared with the checksums of the save.
+    For a checkpoint in a local directory it is that directory. Otherwise it is a temporary one: this rank fetches the
+    files from an object store, or from a source, and compares the latter with the checksums of the save. Files that
+    were copied from a store to a disk are copied to their usual names.
 
     Args:
         wanted: Function that selects files by their names in the checkpoint, with ``/`` between folders.
@@ -205,7 +205,8 @@ def _is_packed(path: Path) -> bool:
 
 
 def _verify(files: SourceFiles, path: Where, wanted: Callable[[str], bool]) -> None:
-    """Select for each file a node whose copy has the checksum of the save. Raises CheckpointCorrupt without any."""
+    """Select for each file a node whose copy has the checksum of the save. Raises CheckpointCorrupt if no node has
+    one."""
     saved = open_files(path, files).index.extra_files
     for name in filter(wanted, saved):
         while comparison_of(files, name) != saved[name]:
@@ -217,7 +218,7 @@ def _verify(files: SourceFiles, path: Where, wanted: Callable[[str], bool]) -> N
 
 def _fetched(files: Readable, names: Iterable[str], wanted: Callable[[str], bool], root: Path) -> Path:
     """Return a new directory with the extra files among ``names``, which frameworks and users have added."""
-    copy = Path(tempfile.mkdtemp(dir=root))  # a second call follows if another save replaces the files
+    copy = Path(tempfile.mkdtemp(dir=root))  # new in each call: after a save replaces the files, a second call follows
     for name in (name for name in names if _is_extra(name) and wanted(name)):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         with files.open(name) as source, open(copy / name, "wb") as target:

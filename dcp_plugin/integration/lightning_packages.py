@@ -1,16 +1,16 @@
 """Lightning's two packages of equal content and different classes, and subclasses of their strategies.
 
 ``lightning`` has ``lightning.pytorch`` and ``lightning.fabric``; the other package is ``pytorch_lightning`` with
-``lightning_fabric``. The class of the object at hand determines the package. Therefore neither package has to be
-installed, and neither is imported before a Trainer or a Fabric exists. The names that users need before an object
-exists (``DCPCallback``) depend on the package that the program has imported.
+``lightning_fabric``. The class of the object at hand determines the package, so neither package has to be installed,
+and neither is imported before a Trainer or a Fabric exists. Users need some names (``DCPCallback``) before an object
+exists. These are from the package that the program has imported.
 
 A promoted strategy is a subclass of the user's own strategy class, with one base: Python changes the class of an
 instance only to one of the same memory layout. Its methods forward to a :class:`StrategyAdapter`.
 
 On several ranks, Lightning 2.6 wraps the shuffling sampler of ``StatefulDataLoader(dataset, shuffle=True)`` in a
-sampler without state, whose every iteration draws a new order from the inner sampler's generator. After a resume in the
-middle of an epoch, such a loader would silently skip the right number of samples of the wrong order.
+sampler without state. Each iteration of the wrapper draws a new order from the inner sampler's generator. After a
+resume in the middle of an epoch, such a loader would silently skip the right number of samples of the wrong order.
 :class:`ResumableSampler` yields the same samples as Lightning's sampler, and has a position: it records the state of
 the generator that gave the order of this epoch.
 """
@@ -100,8 +100,8 @@ def has_fabric_base(cls: type, *names: str) -> bool:
 
 
 def inside_distributed_sampler(sampler: Any) -> Any:
-    """Return the user's sampler inside the wrapper of Lightning and Fabric on several ranks; None without a wrapper.
-    The sampler has no public name."""
+    """Return the user's sampler inside the wrapper that Lightning and Fabric use on several ranks; None without a
+    wrapper. The wrapper has no public name for it."""
     return sampler.dataset._sampler if has_base(type(sampler), "DistributedSamplerWrapper") else None
 
 
@@ -162,7 +162,7 @@ def override(method: Method) -> Method:
 
 
 def promoted_class(base: type, adapter: type[StrategyAdapter], **attributes: Any) -> type:
-    """Return a subclass of a strategy class whose instances forward to an ``adapter`` of their own.
+    """Return a subclass of a strategy class. Each of its instances forwards to an ``adapter`` of its own.
 
     Args:
         base: A strategy class of Lightning or of Fabric, or the user's subclass of one.
@@ -199,7 +199,8 @@ def refuse_storage_options(storage_options: Any | None, setting: str) -> None:
 
 
 class ResumableSampler(Sampler[int]):
-    """Sampler that ``generator`` orders at each iteration; ``StatefulDataLoader`` saves its position."""
+    """Sampler that ``generator`` orders at each iteration. Its position is the state of the generator before the
+    iteration, and the number of samples that were yielded."""
 
     def __init__(self, sampler: Any, generator: torch.Generator) -> None:
         self._sampler = sampler
@@ -209,7 +210,7 @@ class ResumableSampler(Sampler[int]):
         self._to_skip = 0
 
     def __iter__(self) -> Iterator[int]:
-        self._yielded, self._to_skip = self._to_skip, 0
+        self._yielded, self._to_skip = self._to_skip, 0  # only the first iteration after a load skips samples
         self._order_from = self._generator.get_state()
         return self._counted(islice(iter(self._sampler), self._yielded, None))
 
@@ -233,9 +234,9 @@ class ResumableSampler(Sampler[int]):
 
 
 def made_by(dataloader: Any) -> str:
-    """Return the properties that must be equal for a stateful dataloader to take a position: its sampler, which
-    Lightning and Fabric wrap on several ranks, and the number of workers. If they differ, the loader fails without a
-    reason."""
+    """Return the properties of a stateful dataloader that must be as at the save, so that it takes the saved position:
+    the class of its sampler, which Lightning and Fabric wrap on several ranks, and the number of workers. With others
+    the loader fails, and its message does not name the reason."""
     sampler = getattr(getattr(dataloader, "batch_sampler", None), "sampler", getattr(dataloader, "sampler", None))
     return f"{type(sampler).__name__} and num_workers={getattr(dataloader, 'num_workers', 0)}"
 

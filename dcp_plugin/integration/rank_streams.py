@@ -1,8 +1,7 @@
 """Random streams of every rank, saved as ``extra.rng.<rank>.streams`` and restored on any number of ranks.
 
-A rank continues its stream from the time of the save. A rank without a stream in the checkpoint (the world has grown)
-derives a stream from rank 0's state and its own number, so that two resumes of the same checkpoint on the same number
-of ranks are the same training.
+:mod:`~dcp_plugin.core.state.random_streams` reads and sets the generators. This module selects the streams that a rank
+restores: its own, or streams derived from rank 0's if the checkpoint has none of this rank.
 
 Creating an iterator over a dataloader draws from the streams, so each framework package chooses when it restores them.
 """
@@ -66,8 +65,8 @@ class SavedStreams:
         """Continue this rank's streams, or start derived streams if the checkpoint has none of this rank.
 
         Args:
-            state: The value of :func:`of_rank` for the rank :attr:`source`; by default the state in :attr:`loaded`, and
-                nothing happens without one.
+            state: The value of :func:`of_rank` for the rank :attr:`source`; by default the state in :attr:`loaded`. If
+                both are empty, nothing is restored.
         """
         self.loaded.update(state or {})
         if self.loaded and self.is_new_rank:

@@ -69,7 +69,7 @@ def names_for(modules: Mapping[str, nn.Module], present: Collection[Any]) -> dic
 
 
 def keys_by_name(checkpoint: PathLike | CheckpointInfo, files: SourceFiles | None = None) -> dict[str, list[str]]:
-    """Return the keys of a checkpoint by their first part, the name, and without it.
+    """Return the keys of a checkpoint without their first segment, by that segment: the name of the object.
 
     Args:
         files: The files from :meth:`dcp_plugin.checkpointer.Internals.shown`.
@@ -83,8 +83,11 @@ def keys_by_name(checkpoint: PathLike | CheckpointInfo, files: SourceFiles | Non
 
 
 def optimizer_from_stored(stored: Any) -> Any:
-    """Return the nested state dict of an optimizer. Its stored form is flat; nested, if stock Lightning has written it;
-    or a layout of the optimizer's own, which is returned unchanged."""
+    """Return the nested state dict of an optimizer from its stored form.
+
+    This package stores it flat, and stock Lightning stores it nested. A layout of the optimizer's own is returned
+    unchanged.
+    """
     if isinstance(stored, dict) and any(str(key).startswith(("state.", f"{GROUPS}.")) for key in stored):
         return unflatten_optimizer(stored)
     has_no_state = isinstance(stored, dict) and stored.keys() == {GROUPS}  # SGD, as stock Lightning stores it

@@ -1,7 +1,7 @@
 """Tensors of a checkpoint that a model of a framework reads: their keys, dtype and shapes, before any value is read.
 
-Input: a path and the keys of a model. Output: the prefix of these keys in the checkpoint, and what differs. The rule: a
-comparison needs no process group, and reads the index alone.
+Input: a path and the keys of a model. Output: the prefix of these keys in the checkpoint, and the differences. The
+rule: a comparison needs no process group, and reads only the index.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class StoredWeights:
         return ModelPrefix(prefix)
 
     def dtype_of(self, keys: Sequence[str]) -> torch.dtype | None:
-        """Return the dtype of the first tensor in the checkpoint with the end of a key of the model."""
+        """Return the dtype of the first floating-point tensor whose key in the checkpoint ends in a key of the model;
+        None if there is none. The first hundred keys of the model are tried."""
         tails = tuple(keys[:100])
         for key in self._index:
             if key.endswith(tails) and (entry := self._tensor(key)) is not None and entry.dtype.is_floating_point:
@@ -64,7 +65,8 @@ class StoredWeights:
         return None
 
     def unexpected(self, stored: Mapping[str, str], prefix: str) -> list[str]:
-        """Return tensors of the checkpoint that the model lacks; without a prefix, only those below its modules.
+        """Return the tensors of the checkpoint below ``prefix`` that the model lacks. Without a prefix, only tensors
+        below the modules of loaded ones count.
 
         Args:
             stored: Keys of the model -> their keys in the checkpoint.

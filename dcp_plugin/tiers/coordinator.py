@@ -1,9 +1,15 @@
 """Coordinator of the saves of a job, in the keeper of rank 0's node: from a handed-over save to a published one.
 
-The saves under way are in one queue, oldest first. Three threads take each save through its stages: *write* (every node
-writes its part and gets the complete index), *replicate* (copies go to other nodes; then the save is complete locally),
-*drain* (the parts go to the durable path). So a slow link or a store that is down delays only its own stage, and host
-copies are free as soon as they are written. All else that is known of a save is in the journal.
+The saves under way are in one queue, oldest first. Three threads take each save through its stages:
+
+- *write*: every node writes its part and gets the complete index,
+- *replicate*: copies go to other nodes, and then the save is complete locally,
+- *drain*: the parts go to the durable path.
+
+A slow link or a store that is down delays only its own stage, and host copies are free as soon as they are written.
+
+The rule: the queue is only the order of the work. Everything that must survive this process is in the journal, and
+every request can be repeated, so a successor continues each save.
 
 A stage asks all nodes at once, and repeats requests that failed for a passing reason. A tier that fails is reported,
 and the other tiers continue. Without room in ``keeper.dir`` the save goes straight to its path. If a neighbour cannot
@@ -49,15 +55,15 @@ logger = logging.getLogger("dcp_plugin")
 _AT_ONCE = 64
 """Nodes that are asked at the same time."""
 _MOST_TRIES = 5
-"""Keepers that may die with one save in flight before it is given up: it may be what kills them."""
+"""Keepers that may die with one save in flight before the save is given up. The save may be the cause."""
 _WITHOUT_TRAINING = 30.0
-"""Seconds for which another node is asked again when the training is dead: nobody will start its keeper anew."""
+"""Seconds for which another node is asked again if the training is dead, since no rank starts its keeper again."""
 _UNANSWERED = 60.0
 """Seconds in which another keeper has to give a sign of life."""
 _SILENT = 2.0
-"""The same, for one that has missed that already."""
+"""The same, for a keeper that has missed a deadline before."""
 _WARN_AFTER = 0.8
-"""Seconds of the pause before a repeated request from which on its failures are reported."""
+"""Failures of a request are reported when the pause before its repetition has grown to this many seconds."""
 _MOST_PAUSE = 15.0
 
 Stage = Literal["write", "replicate", "drain", "ended", "reopen"]
@@ -73,14 +79,14 @@ class Save:
     head: Head
     stage: Stage = "write"
     is_in_work: bool = False
-    """True while a thread works on its stage."""
+    """True while a thread works on the save's stage."""
     began: float = field(default_factory=time.monotonic)
     parts: dict[int, Part] = field(default_factory=dict)
     record: Record | None = None
     local_seconds: float | None = None
-    """Time from the call until it was complete locally; None if it is not."""
+    """Time from the call until the save was complete locally; None if it is not."""
     published_at: float = 0.0
-    """The recorded time of the checkpoint at its path; 0 if it is not there."""
+    """The recorded time of the published checkpoint; 0 if the save is not published."""
     copies: int = 0
     degraded: list[str] = field(default_factory=list)
     """The parts of the configuration that the save does not fulfil, with reasons."""
@@ -104,9 +110,11 @@ class Save:
 
 
 class Coordinator:
-    """Args:
-    node: This node's own part of the work.
-    attended: Returns whether the training is alive.
+    """Queue of the saves that this keeper leads, with a thread for each stage.
+
+    Args:
+        node: This node's own part of the work.
+        attended: Returns whether the training is alive.
     """
 
     def __init__(self, node: Node, attended: Callable[[], bool]) -> None:
@@ -116,12 +124,12 @@ class Coordinator:
         """The queue, oldest first."""
         self._changed = threading.Condition()
         self._starting, self._reopening = threading.Lock(), threading.Lock()
-        """The locks for putting new saves into the queue, and for putting one back that had ended locally."""
+        """Locks for adding new saves to the queue, and for adding a save again that had ended locally."""
         self._runs: dict[tuple[str, bytes], str] = {}
         """The identifier of each run, by folder of checkpoints and key of the training."""
         self._numbers: dict[str, int] = {}
         self._newest_token, self._members = "", set[str]()
-        """The nodes of the training, as its newest save has them: nobody waits for one that is not among them."""
+        """The nodes of the training, from its newest save. No request waits for a node that is not among them."""
         self._warned_of_copies = False
         self._silent: set[str] = set()
         """The nodes whose keepers have missed their deadlines, until they answer again."""
@@ -142,7 +150,7 @@ class Coordinator:
                 save.is_in_work = True
             try:
                 following = work(save)
-            except Exception:  # the work reports its failures: this is our mistake, and must not end the thread
+            except Exception:  # the work handles all failures, so this is a bug. It must not end the thread.
                 logger.exception("a keeper's work has failed")
                 following = "ended"
             self._put(save, following)
@@ -168,13 +176,14 @@ class Coordinator:
     def begin(self) -> None:
         """Begin the saves that all ranks have handed over since the last call, in that order."""
         with self._starting:
-            known = self.tokens()  # before the journal is read: a save ends there first
+            # Read before the journal. In the other order, a save that ends in between would look new, and begin again.
+            known = self.tokens()
             for token in [token for token in self._journal.unfinished() if token not in known]:
                 try:
                     save = self._save_of(token)
                     self._journal.change(token, tries=self._journal.state(token).tries + 1)
                     self._put(save, "write")
-                except Exception as error:  # nothing that is in a file may keep the keeper from the others
+                except Exception as error:  # a damaged record of one save must not stop the others
                     logger.exception("cannot begin the save %s", token)
                     failure = SaveFailed(
                         f"the host copies of the save cannot be read ({type(error).__name__}: {error})"
@@ -184,13 +193,13 @@ class Coordinator:
     def _save_of(self, token: str) -> Save:
         job = self._journal.job(token, 0)
         save = Save(self._journal.go_of(token), job, plain.decode(job.head))
-        if token > self._newest_token:  # they are numbered by the time
+        if token > self._newest_token:  # a token begins with the time of its save
             self._newest_token, self._members = token, {peer.node for peer in save.go.peers}
         return save
 
     def drain_newest(self, token: str) -> bool:
-        """Copy a save that has ended locally to its path after all. Return whether it is there or will be."""
-        with self._reopening:  # of several ranks that ask, the first reopens it, and the others wait for that
+        """Copy a save to its path that has ended locally. Return whether the save is at its path or will be."""
+        with self._reopening:  # the first rank that asks reopens the save, and the others wait for that
             end = self._journal.state(token).end
             if end is None or end.is_final or token not in self._journal.ready():
                 return token in self.tokens() or (end is not None and end.published)
@@ -200,7 +209,7 @@ class Coordinator:
                 return False
             save.record, save.local_seconds, save.copies = checkpoint.record, end.local_seconds, end.copies
             save.degraded += filter(None, [end.degraded])
-            self._put(save, "reopen")
+            self._put(save, "reopen")  # no thread works on this stage: the save waits until all nodes have reopened it
             try:
                 self._on_all(save, "reopen", lambda node: ())
             except Exception:
@@ -210,7 +219,7 @@ class Coordinator:
             return True
 
     def forget(self, path: str) -> None:
-        """Do not copy the saves to a deleted path there any more."""
+        """Forget locally ended saves to a deleted path, so that none is copied to the path any more."""
         with self._reopening:
             for token in self._journal.ready():
                 ended = self._journal.state(token).end is not None
@@ -237,11 +246,11 @@ class Coordinator:
             return list(pool.map(ask, save.nodes))
 
     def _ask(self, save: Save, peer: Peer, what: str, args: tuple[Any, ...]) -> Any:
-        """Make a request to the keeper of a node, again if the connection fails. Return its reply.
+        """Make a request to the keeper of a node, and repeat it while the connection fails. Return its reply.
 
         Raises:
-            KeeperLost: It does not answer.
-            Exception: It has failed at the request.
+            KeeperLost: The keeper does not answer.
+            Exception: The exception that the request raised there.
         """
         if peer.node == save.go.peers[0].node:
             return getattr(self._node, what)(save.token, *args)
@@ -249,7 +258,7 @@ class Coordinator:
         heard = time.monotonic()  # the last sign of life of that keeper
 
         def is_passed_over() -> bool:
-            """Return whether the ranks write the save instead: only a training that lives can."""
+            """Return whether the request gives up early. A living training then writes the save itself."""
             return peer.node in self._silent and self._attended()
 
         def ask() -> Attempt[Any]:
@@ -264,7 +273,7 @@ class Coordinator:
         def patience() -> float:
             if peer.node not in self._members or is_passed_over():
                 return 0.0
-            waited = time.monotonic() - heard if self._attended() else 0.0  # without a training, nobody waits
+            waited = time.monotonic() - heard if self._attended() else 0.0  # without a training, no rank waits
             return self._patience(save) - waited
 
         name = f"{save.path} on {peer.host} (rank {peer.rank})"
@@ -280,11 +289,10 @@ class Coordinator:
         return answer.get()
 
     def _retried(self, save: Save, call: Callable[[], Any], patience: Callable[[], float], what: str) -> Any:
-        """Return the result of ``call``, which is repeated after failures that may pass: of a connection, or of a
-        store.
+        """Return the result of ``call``. Repeat it after failures of a connection or a store, which may pass.
 
         Args:
-            patience: Returns the seconds in which the failures have to end; called after each of them.
+            patience: Returns the seconds in which the failures have to end. Called after each of them.
             what: The request, in messages.
         """
         began: float | None = None
@@ -296,7 +304,7 @@ class Coordinator:
                 began = time.monotonic() if began is None else began
                 if time.monotonic() - began > patience():
                     raise
-                if _WARN_AFTER <= pause < 2 * _WARN_AFTER:
+                if _WARN_AFTER <= pause < 2 * _WARN_AFTER:  # once, since the pause doubles
                     self._warn(save, f"{what} fails ({error}) and is tried again")
                 time.sleep(pause)
                 pause = min(2 * pause, _MOST_PAUSE)
@@ -306,7 +314,7 @@ class Coordinator:
                 return value
 
     def _patience(self, save: Save) -> float:
-        """Return the seconds in which failures that may pass have to end."""
+        """Return the seconds in which failures that may pass have to end. They are fewer without a training."""
         timeout = save.job.config.timeout
         return timeout if self._attended() else min(timeout, _WITHOUT_TRAINING)
 
@@ -333,7 +341,7 @@ class Coordinator:
             return self._fail(save, error)
         try:
             self._on_all(save, "free", lambda node: ())
-        except Exception as error:  # that node learns of it when the save is complete
+        except Exception as error:  # complete() frees the host copies of that node as well
             self._warn(save, f"a node does not hear that {save.path} is written: {error}")
         return "replicate"
 
@@ -348,8 +356,8 @@ class Coordinator:
     def _reserved(self, save: Save) -> Iterator[tuple[Publication, Where]]:
         """Reserve at the path, and record the reservation, so that the ranks can revoke it.
 
-        In this order either the ranks find the record, or the keeper finds that the save is revoked. An error of the
-        block discards what was written.
+        The keeper records the reservation first, and then checks for a revocation: either the ranks find the record, or
+        the keeper finds that the save is revoked. An error of the block discards the written files.
         """
         publication = Publication(save.path, medium_of(save.path, save.job.config.io.direct))
         publication.save_id = save.head.save_id
@@ -370,8 +378,8 @@ class Coordinator:
     def _publish(self, save: Save, publication: Publication, index: CheckpointIndex) -> None:
         """Publish a save, but never in place of a later one.
 
-        A save that went straight to its path may have overtaken this one. And while this keeper was stopped, the ranks
-        may have written later saves themselves.
+        A later save may have gone straight to its path, and so have overtaken this one. Or the ranks have written later
+        saves themselves while this keeper was stopped.
         """
         path, recorded = str(save.path), time_of(save.token)
         self._journal.refuse_revoked(save.token)
@@ -410,10 +418,13 @@ class Coordinator:
         self._on_all(save, "take", lambda node: (self._ranks(node), files, record))
 
     def _next_number(self, save: Save) -> int:
-        """Return the number of a save. It continues the count of the previous training: a training that dies often
-        reaches the durable storage, too."""
+        """Return the number of a save, which ``keeper.durable_every`` counts.
+
+        It continues the count of the previous training. Otherwise a training that dies often would never copy a save to
+        the durable storage.
+        """
         root, checkpoints = str(resolved(save.path.parent)), self._node.local_checkpoints(save.job)
-        if (checkpoint := checkpoints.find(save.token)) is not None:  # a keeper has died with it
+        if (checkpoint := checkpoints.find(save.token)) is not None:  # a keeper that died has numbered it
             return checkpoint.record.number
         if root not in self._numbers:
             self._numbers[root] = max((checkpoint.record.number for checkpoint in checkpoints.all()), default=0)
@@ -440,7 +451,8 @@ class Coordinator:
     def _run_of(self, save: Save) -> str:
         """Return the name of the run; empty until the durable storage has answered.
 
-        Each training asks once, because the folder of checkpoints may have been emptied before the training began.
+        Each training asks once: the folder of checkpoints may have been emptied before it began, and then has another
+        run. A thread asks, so that a slow storage does not delay the local tier.
         """
         if save.job.keeper.durable_every is None:
             return ""
@@ -473,7 +485,7 @@ class Coordinator:
             if copies:
                 self._copy_around(save, copies)
             save.copies = copies
-        except Exception as error:  # the next save has copies again, or says that it has none
+        except Exception as error:  # a save without copies is better than none, and the next save tries again
             self._degrade(save, f"{save.path} has no copies on other nodes: {error}")
         failure = self._complete(save)
         assert save.record is not None, "it was written locally"
@@ -510,7 +522,11 @@ class Coordinator:
         )
 
     def _drop_overtaken(self, keep: int) -> None:
-        """Drop all but the newest saves that wait for the durable storage, because newer ones have come."""
+        """Drop all but the newest saves that wait for the durable storage.
+
+        Args:
+            keep: Number of waiting saves that stay. The caller adds one more.
+        """
         with self._changed:
             waiting = self._waiting("drain")
             overtaken = waiting[: max(0, len(waiting) - keep)]
@@ -520,7 +536,8 @@ class Coordinator:
             self._put(save, self._give_way(save, "newer saves have overtaken it in keeper.dir"))
 
     def _give_way(self, save: Save, why: str) -> Stage:
-        """End a save that does not reach its path, because a newer one will. No caller waits for it."""
+        """End a save that is not copied to its path, because newer ones wait. If it is complete locally, that is no
+        failure."""
         if save.local_seconds is None:
             return self._fail(save, SaveFailed(f"{save.path} was not copied to its path: {why}"))
         self._degrade(save, f"{save.path} is in keeper.dir, and was not copied to its path: {why}")
@@ -550,7 +567,7 @@ class Coordinator:
 
     def _drain_once(self, save: Save) -> None:
         try:
-            if not save.parts:  # it was written before it was reopened, or by a keeper before
+            if not save.parts:  # written by a previous keeper, or before the save was reopened: the journal has them
                 self._write_parts(save, None)
             with self._reserved(save) as (publication, directory):
                 renamed = directory.stem
@@ -558,11 +575,11 @@ class Coordinator:
                 self._publish(save, publication, self._index_of(save, renamed))
         except SaveFailed as error:
             if isinstance(error.__cause__, OSError):
-                raise error.__cause__ from None  # which may pass
+                raise error.__cause__ from None  # _retried() repeats OSErrors, which may pass
             raise
 
     def _drain_part(self, save: Save, node: list[Peer], directory: Where, renamed: str) -> None:
-        """Have a node copy its part to the path; if it does not answer, have a node with a copy of the part do it."""
+        """Have a node copy its part to the path. If it does not answer, have a node with a copy of the part do it."""
         nodes = save.nodes
         at, copies = nodes.index(node), min(save.job.keeper.replicas, len(nodes) - 1)
         for step in range(copies + 1):
@@ -631,7 +648,7 @@ class Coordinator:
 
         try:
             self._on_all(save, "end", call)
-        except Exception as failure:  # a node that is gone; this one knows
+        except Exception as failure:  # a node is gone: record the end here, for the ranks that ask this keeper
             logger.warning("cannot notify all nodes of the end of the save of %s: %s", save.path, failure)
             self._node.end(save.token, *call(save.nodes[0]))
         return "ended"
@@ -640,7 +657,7 @@ class Coordinator:
     def _note(save: Save, end: End) -> None:
         """Add the cost of the save to the figures of the run."""
         head, step = save.head, save.job.step
-        if end.failure is None and not save.parts:  # it was reopened, and given up before its parts were read again
+        if end.failure is None and not save.parts:  # reopened and given up, before its parts were read from the journal
             return
         if end.failure is not None:
             record = events.SaveRecord(head.save_id, head.run)
@@ -669,8 +686,8 @@ class Coordinator:
 def _newest_at(path: Where, but: float, save_id: str) -> float:
     """Return the recorded time of the checkpoint at a path.
 
-    Returns 0 if there is none, if its time is ``but``, or if it is of the save itself: a keeper may die after it has
-    published a save and before it has recorded that.
+    Return 0 without a checkpoint, for the time ``but``, and for a checkpoint of the save itself. A keeper may die after
+    it has published a save and before it has recorded that.
     """
     with suppress(CheckpointError):
         summary = read_summary(path)

@@ -1,18 +1,19 @@
 """The journal of a node: all state of its saves that survives a rank or a keeper. No other module knows its files.
 
 ==========================  ===========================================================================================
-``<token>.<rank>.job``      the part of a save that a rank hands over: a
-:class:`~dcp_plugin.tiers.journal_records.RankJob` ``<token>.<rank>.files/``   extra files of a framework ``<token>.go``
-on the node of rank 0: all ranks have handed over; a :class:`~dcp_plugin.tiers.journal_records.Go` ``<token>.revoked``
-the ranks write the save themselves: no keeper publishes it ``<token>.<rank>.part``     the keeper has written the part
-of a rank; a :class:`~dcp_plugin.tiers.journal_records.Part` ``<token>.state``           how far the keeper has come; a
-:class:`~dcp_plugin.tiers.journal_records.State` ``keeper.address``          where the keeper answers other nodes, so
-that its successor does, too ==========================
-===========================================================================================
+``<token>.<rank>.job``      the part of a save that a rank hands over (``RankJob``)
+``<token>.<rank>.files/``   extra files of a framework
+``<token>.go``              on the node of rank 0: all ranks have handed over their parts (``Go``)
+``<token>.revoked``         the ranks write the save themselves, so no keeper publishes it
+``<token>.<rank>.part``     the keeper has written the part of a rank (``Part``)
+``<token>.state``           progress of the keeper with the save (``State``)
+``keeper.address``          address at which the keeper answers other nodes; its successor uses it again
+==========================  ===========================================================================================
 
-They are in the directory of a :class:`~dcp_plugin.tiers.spool.Spool`, and appear complete. Ranks write the first four;
-the keeper of the node writes the rest. A keeper that replaces a dead one reads them. They are in memory, which outlives
-every process of the node, so there is nothing to sync.
+:mod:`~dcp_plugin.tiers.journal_records` has the classes. The files are in the directory of a
+:class:`~dcp_plugin.tiers.spool.Spool`, and appear complete. Ranks write the first four, and the keeper of the node
+writes the others. A keeper that replaces a dead one reads them. They are in memory, which outlives every process of the
+node, so nothing is synced.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from dcp_plugin.tiers.local_checkpoints import time_of
 from dcp_plugin.tiers.spool import Spool
 from dcp_plugin.tiers.wire import Address
 
-_MOST_ENDS = 64
+_MOST_ENDS = 64  # ended saves whose state is kept
 _OF_A_SAVE = re.compile(r"[0-9a-f]{24}\.")
 
 
@@ -44,7 +45,7 @@ class Journal:
     def __init__(self, spool: Spool) -> None:
         self.spool = spool
         self._changed = threading.Condition()
-        """Notified of each change of a state. In the keeper, which alone changes states."""
+        """Notified of each change of a state. Used in the keeper, since only the keeper changes states."""
 
     def _read(self, name: str) -> Any:
         """Return the value in a file; None if it does not exist. Raises ValueError if it cannot be read."""
@@ -57,12 +58,13 @@ class Journal:
         """Add the part of a rank.
 
         Args:
-            files: A directory in the spool with the files beside the tensors.
+            files: A directory in the spool with extra files.
 
         Raises:
-            OSError: The memory is full, for one.
+            OSError: The memory is full, for example.
             TypeError: The options of the store have an object that cannot be handed to another process.
         """
+        # The job is written last: once it is visible, the part is complete.
         if files is not None:
             os.rename(files, self.files_of(job.token, job.rank))
         self.spool.put(f"{job.token}.{job.rank}.job", plain.encode(job))
@@ -72,11 +74,11 @@ class Journal:
         self.spool.put(f"{go.token}.go", plain.encode(go))
 
     def take_back(self, token: str, rank: int) -> None:
-        """Remove the part of a rank, of a save that was not handed over."""
+        """Remove the part of a rank from a save that was not handed over."""
         self.spool.drop(f"{token}.go", f"{token}.{rank}.job", f"{token}.{rank}.files")
 
     def revoke(self, token: str, rank: int) -> None:
-        """Withdraw a save from the keepers. The files of the rank beside the tensors stay. Raises OSError."""
+        """Withdraw a save from the keepers. The extra files of the rank stay. Raises OSError."""
         self.spool.put(f"{token}.revoked", b"")
         self.spool.drop(f"{token}.go", f"{token}.{rank}.job")
 
@@ -87,7 +89,7 @@ class Journal:
         return max((time_of(name) for name in self.spool.names("") if _OF_A_SAVE.match(name)), default=0.0)
 
     def ready(self) -> list[str]:
-        """Return the saves that all ranks have handed over, oldest first, as far as their records are still here."""
+        """Return the saves that all ranks have handed over and whose records still exist, oldest first."""
         return [name.removesuffix(".go") for name in self.spool.names(".go")]
 
     def unfinished(self) -> list[str]:
@@ -95,7 +97,7 @@ class Journal:
         return [token for token in self.ready() if self.state(token).end is None]
 
     def in_flight(self) -> list[str]:
-        """Return the saves that this node has a part of, and that have not ended, oldest first."""
+        """Return the saves of which this node has a part and that have not ended, oldest first."""
         tokens = sorted({name.split(".")[0] for name in self.spool.names(".job")})
         return [token for token in tokens if self.state(token).end is None]
 
@@ -121,11 +123,11 @@ class Journal:
         return [int(rank) for each, rank, _ in names if each == token]
 
     def files_of(self, token: str, rank: int) -> Path:
-        """Return the directory with the files of a rank beside the tensors; it does not exist without such files."""
+        """Return the directory with the extra files of a rank; it does not exist without such files."""
         return self.spool.folder / f"{token}.{rank}.files"
 
     def refuse_revoked(self, token: str) -> None:
-        """Raise SaveFailed if the ranks write the save themselves, since a keeper has missed its deadline."""
+        """Raise SaveFailed if the ranks have revoked the save, because a keeper missed its deadline."""
         if self.spool.get(f"{token}.revoked") is not None:
             raise SaveFailed(f"the save {token} was revoked: the ranks have stopped waiting for it")
 
@@ -134,7 +136,8 @@ class Journal:
         return self._read(f"{token}.state") or State()
 
     def published(self) -> dict[str, tuple[str, float]]:
-        """Return by path the token and the recorded time of the newest save there, of those whose end is known."""
+        """Return the newest save that was published at each path: path -> token and recorded time. Saves whose end is
+        no longer recorded are unknown."""
         tokens = [name.removesuffix(".state") for name in self.spool.names(".state")]
         ends = [(token, end) for token in tokens if (end := self.state(token).end) is not None and end.published]
         return {end.path: (token, end.time) for token, end in ends}
@@ -159,6 +162,7 @@ class Journal:
     def end(self, token: str, end: End) -> None:
         """Record how a save has ended, and remove the records that no process needs any more. Raises OSError."""
         self.change(token, end=end, written=True, local=end.local)
+        # A save that has ended locally can be reopened (drain_newest), which needs its jobs and parts.
         kept = (".state",) if end.is_final else (".state", ".go", ".job", ".part")
         records = [name for name in self.spool.names("") if name.startswith(f"{token}.")]
         self.spool.drop(*(name for name in records if not name.endswith(kept)))
@@ -166,11 +170,12 @@ class Journal:
         self.spool.drop(*ended[:-_MOST_ENDS])
 
     def forget(self, token: str) -> None:
-        """Remove what was handed over on the node of rank 0: the save is not brought to its path any more."""
+        """Remove the records without which no keeper can bring the save to its path any more. Called on the node of
+        rank 0."""
         self.spool.drop(f"{token}.go", f"{token}.0.job")
 
     def forget_before(self, token: str, needed: Collection[str]) -> None:
-        """Remove what was handed over for older saves that have ended, except for the tokens in ``needed``."""
+        """Remove the jobs and parts of older saves that have ended, except for the tokens in ``needed``."""
         for name in self.spool.names(".job"):
             older = name.split(".")[0]
             if older < token and older not in needed and self.state(older).end is not None:
@@ -186,7 +191,7 @@ class Journal:
         Raises:
             SaveFailed: The journal has no records of the save.
         """
-        # In this order: a save that ends meanwhile loses its records, and has an end by then.
+        # The records are looked up first: if the save ends in between, it has lost them, but has an end by then.
         if not self.ranks_of(token) and self.state(token).end is None:
             raise SaveFailed(f"this keeper has no record of the save {token}: its host copies are gone")
 

@@ -1,6 +1,7 @@
 """Work of a keeper for its own node: write parts, store the index, copy to other nodes and to the durable path.
 
-The coordinator may repeat each request after a keeper or a connection has died. The request then skips finished work.
+The rule: each request can be repeated, and then skips finished work. The coordinator repeats requests after a keeper or
+a connection has died.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ FileIdentity = tuple[int, int, int, int]
 
 
 class RateLimiter:
-    """Limit of bytes per second; None for no limit."""
+    """Limit of the rate in bytes per second; None for no limit."""
 
     def __init__(self, rate: float | None) -> None:
         self._rate, self._free = rate, time.monotonic()
@@ -51,6 +52,7 @@ class RateLimiter:
     def passed(self, count: int) -> None:
         """Wait until the bytes that have just passed are within the limit."""
         if self._rate is not None:
+            # Time that was not used counts for at most a second, so that a pause allows no long burst.
             self._free = max(self._free, time.monotonic() - 1.0) + count / self._rate
             if (ahead := self._free - time.monotonic()) > 0:
                 time.sleep(ahead)
@@ -62,22 +64,23 @@ class Node:
 
     journal: Journal
     _reuse: dict[tuple[int, bool], Reuse] = field(default_factory=dict)
-    """The reuse for each rank; the second part of the key is true for the local tier."""
+    """Rank, and True for the local tier or False for the durable path -> knowledge of the rank's last checkpoint
+    there."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _locks: dict[tuple[str, str], threading.Lock] = field(default_factory=dict)
-    """The lock of each request for a save: a repeated request may still be running."""
+    """Save and request -> its lock. A request may be repeated while it is still running."""
     _drained: dict[FileIdentity, DataFile] = field(default_factory=dict)
-    """The file in the last durable checkpoint with the same contents, for each local data file."""
+    """Local data file -> the file in the last durable checkpoint with the same contents."""
     _sent: dict[tuple[Address, FileIdentity], tuple[str, str]] = field(default_factory=dict)
-    """The save and the name under which a neighbour has a local data file."""
+    """Neighbour and local data file -> the save and the name under which the neighbour has the file."""
     _tiers: dict[Path, LocalCheckpoints] = field(default_factory=dict)
-    """The local tiers with saves of this keeper that are copied to the durable storage as well, by folder."""
+    """Folder -> a local tier with saves of this keeper that are also copied to the durable storage."""
 
     def _lock_of(self, token: str, what: str) -> threading.Lock:
         with self._lock:
             return self._locks.setdefault((token, what), threading.Lock())
 
-    # What the coordinator asks for
+    # Requests of the coordinator
 
     def write(self, token: str, ranks: Sequence[int], directory: Where | None) -> dict[int, Part]:
         """Write the parts that these ranks of the node have handed over.
@@ -86,7 +89,7 @@ class Node:
             directory: The directory to write to; None: ``keeper.dir``.
 
         Raises:
-            SaveFailed, OSError: It could not be written.
+            SaveFailed, OSError: A part could not be written.
         """
         threads = ThreadPoolExecutor(max(1, len(ranks)), thread_name_prefix="keeper-write")
         with self._lock_of(token, "write"), threads as pool:
@@ -94,7 +97,7 @@ class Node:
             return dict(zip(ranks, written, strict=True))
 
     def free(self, token: str) -> None:
-        """Release the host copies of a save, after all nodes have written their parts. They may change from now on."""
+        """Release the host copies of a save after all nodes have written their parts. Later saves reuse the memory."""
         self.journal.change(token, written=True)
 
     def _write(self, token: str, rank: int, directory: Where | None) -> Part:
@@ -138,6 +141,7 @@ class Node:
         if reuse is None:
             reuse = self._reuse[job.rank, local] = Reuse()
             checkpoints = self.local_checkpoints(job).all() if local else []
+            # A new keeper, or the successor of a dead one, links from the newest complete save in the local tier.
             if complete := [checkpoint for checkpoint in checkpoints if checkpoint.record.complete]:
                 reuse.loaded(complete[-1].folder)
         if not local and job.loaded is not None:
@@ -151,7 +155,7 @@ class Node:
         return LocalCheckpoints(Path(job.keeper.dir), resolved(job.path.parent))
 
     def take(self, token: str, ranks: Sequence[int], files: dict[str, bytes], record: Record) -> None:
-        """Store the index and the record next to this node's part, which can be recovered from then on.
+        """Store the index and the record next to this node's part, which can be recovered afterwards.
 
         Raises:
             OSError: The disk failed.
@@ -165,6 +169,7 @@ class Node:
         for name, data in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             put_file(folder, name, data)
+        # The record is written last, since a folder with a record counts as a save. Data files are synced already.
         posix.sync_tree(folder, but=DATA_SUFFIX)
         LocalCheckpoint(folder, record).write()
         for rank in ranks:
@@ -190,6 +195,7 @@ class Node:
             status = os.fstat(descriptor)
             identity = address, identity_of(status)
             same_as = self._sent.get(identity)
+            # The neighbour links its own copy of an earlier save's file, if that is the same file here.
             is_needed = neighbour.ask(_SEND_SECONDS, "put", token, name, status.st_size, same_as).get()
             if is_needed:
                 neighbour.send_file(descriptor, 0, status.st_size)
@@ -200,9 +206,14 @@ class Node:
             os.close(descriptor)
 
     def put(self, channel: Channel, token: str, name: str, size: int, same_as: tuple[str, str] | None) -> None:
-        """Take a file of another node's part. The channel sends the bytes, unless this node has them already."""
+        """Take a file of another node's part. The channel sends the bytes, unless this node has them already.
+
+        Args:
+            same_as: Save and name of a file of this node that has the same bytes; None if there is none.
+        """
         ranks = self.journal.ranks_of(token)
         checkpoints = self.local_checkpoints(self.journal.job(token, ranks[0])) if ranks else None
+        # Another host has sent the names: they must not lead out of the folder of the save.
         outside = not is_inside(name) or not is_inside("/".join(same_as or (token, name)))
         if checkpoints is None or not checkpoints.folder_of(token).is_dir() or outside:
             channel.send(("error", SaveFailed(f"this node does not take part in the save {token}")))
@@ -232,8 +243,8 @@ class Node:
         channel.send(("ok", False))
 
     def complete(self, token: str, ranks: Sequence[int], needed: Collection[str], run: str, copies: int) -> None:
-        """Mark a save complete, after all nodes have their parts and copies. Delete saves older than the newest
-        ``keeper.keep``, except needed ones.
+        """Mark a save complete, after all nodes have their parts and copies. Delete all saves but the newest
+        ``keeper.keep`` and the needed ones.
 
         Args:
             copies: The number of other nodes that have a copy of each node's part.
@@ -255,7 +266,7 @@ class Node:
 
         Args:
             directory: The reserved directory in the storage.
-            renamed: The part of the data files' names that names the save in the storage, in place of the token.
+            renamed: Text that takes the place of the token in the names of data files in the storage.
 
         Raises:
             OSError, SaveFailed: The storage failed.
@@ -306,11 +317,12 @@ class Node:
                 del self._locks[what]
 
     def reopen(self, token: str) -> None:
-        """Let a save that had ended locally go on to its path."""
+        """Take back the end of a save that has ended locally, so that it can be copied to its path."""
         self.journal.change(token, end=None)
 
     def free_memory(self) -> None:
-        """Delete the saves in memory after a normal end of the training, if the newest save is durable."""
+        """Delete the saves in memory after a normal end of the training, if the newest save is durable. They would
+        occupy memory after the job."""
         for tier in self._tiers.values():
             with suppress(OSError):
                 parts = tier.all() if tier.is_in_memory() else []

@@ -1,9 +1,13 @@
 """The life of a keeper: it answers ranks and other keepers, and ends when no process needs it.
 
-It ends when all ranks have left and no save is in flight; or when the training has died, its saves have ended, and no
-rank has come back within ``keeper.linger`` seconds. On SIGTERM, which a cluster sends to the remaining processes of a
-job, it finishes the saves in flight and ends. It stays in the control group of its job, and ends with that. It logs
-unfinished saves in ``keeper.log``, and the next keeper of the same journal continues them.
+It ends in three cases, each after the saves in flight have ended:
+
+- all ranks have left,
+- the training has died, and has not restarted within ``keeper.linger`` seconds,
+- the training has died, and SIGTERM arrives, which a cluster sends to the remaining processes of a job.
+
+It also ends if its spool is deleted, because no process can reach it then. It stays in the control group of its job,
+and is killed with that. The next keeper of the same journal continues unfinished saves.
 """
 
 from __future__ import annotations
@@ -44,29 +48,31 @@ _NEIGHBOUR = 10.0
 _MOST_LOG = 1 << 20
 """Bytes of ``keeper.log``, of which one earlier file is kept."""
 _NEVER_CALLED = 60.0
-"""Seconds after the death of the training in which the coordinator of a save has to ask for this node's part."""
+"""Seconds after the death of the training in which the keeper that leads a save has to ask for this node's part."""
 _OF_LEADERS = ("write", "free", "take", "replicate", "complete", "drain", "end", "reopen")
-"""Requests of the keeper that leads a save, each a method of :class:`~dcp_plugin.tiers.node.Node`."""
+"""Requests of the keeper that leads a save. Each is a method of :class:`~dcp_plugin.tiers.node.Node`."""
 
 
 @dataclass
 class _InFlight:
-    """A save in flight that this node has a part of."""
+    """A save in flight of which this node has a part."""
 
     client: str
     """The client of a rank that has handed its part over on this node."""
     is_led_here: bool
     """True if this keeper leads the save."""
     limit: float
-    """Seconds after the death of the ranks in which the keeper that leads the save has to ask for something."""
+    """Seconds after the last sign of life in which the keeper that leads the save has to make a request."""
     heard: float
-    """Time of the last sign of the ranks or of that keeper, on the monotonic clock."""
+    """Time of the last sign of life of the ranks or of that keeper, on the monotonic clock."""
 
 
 class KeeperProcess:
-    """Args:
-    held: The descriptor of its lock, see :func:`~dcp_plugin.tiers.locks.become_keeper`.
-    linger: Seconds, see :class:`~dcp_plugin.Keeper`.
+    """Process of a keeper: its servers, its coordinator, and the periodic checks that decide when it ends.
+
+    Args:
+        held: The descriptor of its lock, see :func:`~dcp_plugin.tiers.locks.become_keeper`.
+        linger: Seconds, see :class:`~dcp_plugin.Keeper`.
     """
 
     def __init__(self, spool: Spool, held: int, linger: float) -> None:
@@ -74,7 +80,7 @@ class KeeperProcess:
         self._clients: list[str] = []
         self._alone_since = time.monotonic()
         self._has_crashed = True
-        """True if the training may come back: it has not ended by ``close``."""
+        """True if the training may restart, because it has not ended with ``close``."""
         self._to_end = False
         self._lock = threading.Lock()
         self._keys: set[bytes] = set()
@@ -106,7 +112,7 @@ class KeeperProcess:
         signal.signal(signal.SIGTERM, self._end_soon)
         logger.info("keeper %d of %s", os.getpid(), self.spool.folder)
         with suppress(OSError), posix.OwnFolder(self.spool.folder.parent) as base:
-            for gone in base.path.glob(".*.gone"):  # of a keeper that was killed while it deleted them
+            for gone in base.path.glob(".*.gone"):  # garbage of a keeper that was killed while it deleted its spool
                 base.delete(gone.name)
         self._listen_as_before()
         server = Server(self.spool.socket, (), self._calls, self._streams)
@@ -127,20 +133,21 @@ class KeeperProcess:
         self._to_end = True
 
     def _is_over(self) -> bool:
-        """Do the periodic checks. Return whether the keeper ends: the spool was deleted, or is taken away now."""
+        """Do the periodic checks. Return whether the keeper ends, because its spool was deleted, or is taken away
+        now."""
         # No process can reach a keeper without its spool, and the ranks start another one.
         if not is_keeper(self.spool.folder, self._held):
             logger.error("%s was deleted", self.spool.folder)
             return True
         try:
             self._check()
-        except Exception:  # a disk that is full, for one: it must not end what others wait for
+        except Exception:  # for example, a full disk must not end a keeper that others wait for
             logger.exception("a periodic check has failed")
         alone = time.monotonic() - self._alone_since
         may_come_back = self._has_crashed and not self._to_end and alone <= self._linger
         if may_come_back or self._clients or self.coordinator.tokens() or self._journal.in_flight():
             return False
-        with self._lock:
+        with self._lock:  # so that no rank attaches to a keeper that has just ended
             try:
                 self._is_gone = self.spool.take_away()
             except (OSError, NoSharedMemory):
@@ -148,7 +155,7 @@ class KeeperProcess:
             return self._is_gone
 
     def _check(self) -> None:
-        """See which ranks live, begin new saves, and give up those that cannot complete."""
+        """Find the ranks that are alive, begin new saves, and end saves that cannot complete."""
         self._clients, has_death = self.spool.clients()
         if self._clients:
             self._alone_since = time.monotonic()
@@ -161,18 +168,18 @@ class KeeperProcess:
         self.spool.drop_host_copies({save.client for save in self._in_flight.values()})
 
     def _read(self, token: str) -> _InFlight:
-        """Return a save in flight; if its job cannot be read, one that is given up at the next check."""
+        """Return a save in flight. If its job cannot be read, its limit is 0, so the keeper ends it."""
         try:
             job = self._journal.job(token, self._journal.ranks_of(token)[0])
             limit = _NEVER_CALLED + (job.config.timeout if self._journal.state(token).written else 0.0)
             return _InFlight(job.client, job.beside_rank_zero, limit, time.monotonic())
-        except Exception:  # it cannot be read, or has just ended
+        except Exception:  # the job cannot be read, or the save has just ended
             return _InFlight("", False, 0.0, time.monotonic())
 
     def _give_up_orphans(self) -> None:
-        """End saves that cannot complete: the training died before all ranks had handed over, or the node that leads
-        the save is gone."""
-        handed_over = self._journal.ready()  # of those that this keeper leads
+        """End saves that cannot complete, because the training died before all ranks had handed over, or because the
+        node that leads the save is gone."""
+        handed_over = self._journal.ready()  # saves that this keeper leads, and will finish without any rank
         for token, save in self._in_flight.items():
             if token in handed_over or self.spool.is_used_by(save.client):
                 save.heard = time.monotonic()
@@ -187,7 +194,7 @@ class KeeperProcess:
     # Requests
 
     def _of_leader(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a request that also notes that the leader of a save lives."""
+        """Return a request that also notes a sign of life of the keeper that leads the save."""
 
         def call(token: str, *args: Any) -> Any:
             self._hear(token)
@@ -200,12 +207,13 @@ class KeeperProcess:
             save.heard = time.monotonic()
 
     def _put(self, channel: Channel, token: str, *args: Any) -> None:
-        """Take a file as :meth:`Node.put` does; a neighbour sends it because the leader of the save has asked."""
+        """Take a file as :meth:`Node.put` does. It is a sign of life of the keeper that leads the save, which has asked
+        the neighbour to send the file."""
         self._hear(token)
         self.node.put(channel, token, *args)
 
     def _attach(self, linger: float, key: bytes | None) -> tuple[str, Address] | None:
-        """Return the host and the address for other nodes to a rank; None if this keeper has just ended.
+        """Attach a rank. Return the host and the address for other nodes; None if this keeper has just ended.
 
         Args:
             key: The key of a training that has several nodes.
@@ -214,14 +222,14 @@ class KeeperProcess:
             if self._is_gone:
                 return None
             self._linger = linger
-            self._has_crashed = False  # a rank that comes and leaves between two looks has not crashed either
+            self._has_crashed = False  # a rank may attach and leave between two checks, which is no crash
             if key is not None:
                 self._keys.add(key)
                 self._tcp = self._tcp or self._listen()
         return socket.gethostname(), self._tcp.address if self._tcp else NO_ADDRESS
 
     def _listen_as_before(self) -> None:
-        """Listen for other keepers as the dead keeper before did: they may lead saves that it had in flight."""
+        """Listen for other keepers if the dead keeper before has done so: they may lead saves that were in flight."""
         try:
             for token in self._journal.in_flight():
                 self._keys.add(self._journal.job(token, self._journal.ranks_of(token)[0]).key)
@@ -231,7 +239,7 @@ class KeeperProcess:
             logger.exception("other keepers cannot reach this one")
 
     def _listen(self) -> Server:
-        """Listen at the address of the previous keeper, if any: other keepers may be about to use it."""
+        """Listen at the address of the previous keeper if possible, since other keepers may be about to use it."""
         for address in (self._journal.address(), (own_address(), 0)):
             if address is not None:
                 with suppress(OSError):
@@ -241,7 +249,8 @@ class KeeperProcess:
         raise SaveFailed(f"the keeper on {socket.gethostname()} cannot listen for other nodes")
 
     def _drain_newest(self, token: str, coordinator: Peer | None, key: bytes) -> bool:
-        """Bring a save to its path, here or by the keeper that leads it; return whether it is there or will be."""
+        """Have a save copied to its path, by this keeper or by the one that leads it. Return whether it is at its path
+        or will be."""
         if self.coordinator.drain_newest(token):
             return True
         if coordinator is None or self._tcp is None or coordinator.address == self._tcp.address:
@@ -249,13 +258,13 @@ class KeeperProcess:
         return bool(_ask_keeper(coordinator.address, key, "drain_newest", token, None, b"").value)
 
     def _forget(self, path: str, root: Where, local_dir: str, others: list[Peer], key: bytes) -> list[str]:
-        """Delete the files and records for saves to a path, of this node and of others.
+        """Delete the files and records of saves to a path, on this node and on others.
 
         Args:
             others: The first rank of each other node.
 
         Returns:
-            Messages about the nodes that have not.
+            Messages about the nodes that have not deleted theirs.
         """
         self.coordinator.forget(path)
         LocalCheckpoints(Path(local_dir), root).forget(as_path(path))
@@ -269,7 +278,7 @@ class KeeperProcess:
 
 
 def _ask_keeper(address: Address, key: bytes, what: str, *args: Any) -> Attempt[Any]:
-    """Return the reply of another keeper. Raises OSError: it does not answer."""
+    """Return the reply of another keeper. Raises OSError if it does not answer."""
     with closing(connect(address, key)) as keeper:
         return keeper.ask(_NEIGHBOUR, what, *args)
 

@@ -1,6 +1,7 @@
-"""The server of a keeper, for ranks of its node and for other keepers, and of a rank whose node has parts of a load.
+"""Server for requests of other processes: in a keeper for ranks and other keepers, in a loading rank for other ranks.
 
-One table has the answer to each request. The other end gets a sign of life while the server works on its request.
+One table has the answer to each request. The rule: while the server works on a request, the other end gets signs of
+life, so that slow work is not taken for a dead server.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from dcp_plugin.core.errors import SaveFailed
 from dcp_plugin.tiers.wire import BEAT, BUSY, Address, Channel, accept, shut
 
 _MOST_UNPROVEN = 64
-"""Connections that have not authenticated yet. One more ends the oldest of them, so that silent connections of others
-take no descriptors from the ranks of the own node."""
+"""Most connections that have not authenticated yet. A further one ends the oldest, so that silent connections of other
+users cannot use up the descriptors that ranks need."""
 _PAUSE = 0.05
 
 
 class Server:
-    """Answers requests, a thread for each connection, until it is closed.
+    """Server with a thread for each connection, which answers requests until :meth:`close`.
 
     Args:
-        address: The path of a Unix socket to make, or a host and a port; port 0 is any that is free.
-        keys: The keys of the jobs that may connect over TCP; may be added to. Empty for a Unix socket.
-        calls: By the name of a request: returns the value of the reply from the arguments, or raises its exception.
-        streams: By the name of a request: replies itself, on the connection that precedes the arguments, and sends or
-            receives bytes on it. Its exception ends the connection.
+        address: The path of a Unix socket to make, or a host and a port. Port 0 is any free port.
+        keys: The keys of the jobs that may connect over TCP. The caller may add keys later. Empty for a Unix socket.
+        calls: Name of a request -> function of the arguments. The reply is its result, or the exception that it raises.
+        streams: Name of a request -> function of the connection and the arguments. It replies itself, and sends or
+            receives bytes on the connection. Its exception ends the connection.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Server:
         self._keys, self._calls, self._streams = keys, calls, streams
         self._open: set[socket.socket] = set()
         self._unproven: dict[socket.socket, None] = {}
-        """Oldest first."""
+        """Connections that have not authenticated yet, the oldest first. The values have no meaning."""
         self._closed = False
         if isinstance(address, str):
             self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -71,7 +72,7 @@ class Server:
                     shut(oldest)
                     self._unproven.pop(oldest, None)
                 threading.Thread(target=self._serve, args=(connection,), name="dcp-serve", daemon=True).start()
-            except (OSError, RuntimeError):  # no more descriptors, no more threads: that passes
+            except (OSError, RuntimeError):  # no more descriptors or threads: a state that passes
                 if self._closed:
                     return
                 time.sleep(_PAUSE)
@@ -95,7 +96,7 @@ class Server:
             connection.close()
 
     def _reply(self, channel: Channel, what: str, args: tuple[Any, ...]) -> None:
-        """Send the reply to a request, and a sign of life now and then until it is there."""
+        """Send the reply to a request, and signs of life until the reply exists."""
         replies: list[tuple[str, Any]] = []
         worker = threading.Thread(
             target=lambda: replies.append(self._answer(what, args)), name="keeper-asked", daemon=True
@@ -130,7 +131,8 @@ class Server:
 
 
 def send_range(channel: Channel, path: Path | None, offset: int, count: int) -> None:
-    """Reply with the number of bytes of a range that a file has, and send them. None is a file that is not served."""
+    """Reply with the number of bytes of a range that exist in a file, and send them. None is a file that is not
+    served."""
     try:
         if path is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))

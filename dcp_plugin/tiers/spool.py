@@ -14,8 +14,8 @@
 ``<token>.…``               records of a save, and ``keeper.address``: the journal (:mod:`~dcp_plugin.tiers.journal`)
 ==========================  ===========================================================================================
 
-A rename makes each file appear complete. A directory of another format is neither read nor deleted: another version of
-this package can resume the training that made its saves.
+A rename makes each file appear complete. A directory of another format is not read and not deleted, because the version
+of this package that made it can resume the training and publish its saves.
 """
 
 from __future__ import annotations
@@ -83,22 +83,24 @@ class Slab:
 
 @dataclass
 class Spool:
-    """Shared directory. The rank and the keeper each make such an object for the same folder."""
+    """Shared directory. A rank and the keeper each make an object for the same folder."""
 
     folder: Path
     slabs: list[Slab] = field(default_factory=list)
     client: str = ""
-    """The name of this rank in the names of its files, after :meth:`enter`; empty in the keeper."""
+    """Identifier of this rank in the names of its files, made by :meth:`enter`; empty in the keeper."""
     _held: int | None = None
     """The descriptor of the file that this rank has locked."""
 
     @classmethod
     def of(cls, root: Where, local_dir: str | None) -> Spool:
-        """Return the shared directory of a folder of checkpoints (:func:`~dcp_plugin.core.paths.resolved`) on this
-        node.
+        """Return the shared directory on this node for a folder of checkpoints.
+
+        Args:
+            root: The folder, from :func:`~dcp_plugin.core.paths.resolved`.
 
         Raises:
-            NoSharedMemory: This node has no place for it.
+            NoSharedMemory: This node has no place for the directory.
         """
         folder = base_directory() / key_of(f"{root}|{local_dir or ''}|{VERSION}|{torch.__version__}")
         if len(str(folder / _SOCKET).encode()) > _MOST_SOCKET_NAME:
@@ -109,7 +111,7 @@ class Spool:
         """Lock the folder and the host copy of this rank, so that no keeper removes them. Make the folder if it does
         not exist. The lock ends with :meth:`leave`, or with the process.
 
-        The lock is a POSIX lock: a process that is forked from this one, and may outlive it, does not inherit it.
+        It is a POSIX lock, which forked processes do not inherit: one may outlive this process.
 
         Raises:
             NoSharedMemory: The folder cannot be used, or another version of this package made it.
@@ -134,13 +136,13 @@ class Spool:
 
         Raises:
             SaveFailed: Another training has claimed it.
-            NoSharedMemory: The lock of the folder is not free.
+            NoSharedMemory: Another process holds the lock of the folders for too long.
         """
         assert self._held is not None, "the rank has entered"
         with exclusive(self.folder.parent):
             for name in self.names(_CLIENT):
                 client = name.removesuffix(_CLIENT)
-                # To open a file of this process would give up its lock.
+                # A file of this process is not opened: closing any descriptor of it gives up its POSIX lock.
                 pid = None if client in _own_clients else locked_by(self.folder / name)
                 if pid is not None and (self.get(name) or b"").decode() not in ("", training):
                     raise SaveFailed(
@@ -150,7 +152,7 @@ class Spool:
             os.pwrite(self._held, training.encode(), 0)
 
     def refuse_other_format(self) -> None:
-        """Raise NoSharedMemory, which names both versions, if another version of this package made the folder."""
+        """Raise NoSharedMemory if another version of this package made the folder. The message names both versions."""
         version = (self.get(_FORMAT) or b"unknown").decode("ascii", "replace")
         if version != str(FORMAT_VERSION):
             raise NoSharedMemory(
@@ -160,7 +162,7 @@ class Spool:
             )
 
     def leave(self) -> None:
-        """Give up the lock: this rank needs no keeper any more."""
+        """Give up the lock, because this rank needs no keeper any more."""
         if self._held is not None:
             self.drop(f"{self.client}{_CLIENT}")
             os.close(self._held)
@@ -176,7 +178,7 @@ class Spool:
         for name in self.names(_CLIENT):
             if locked_by(self.folder / name) is not None:
                 alive.append(name.removesuffix(_CLIENT))
-            elif self.get(name):  # a rank is about to lock an empty file
+            elif self.get(name):  # an empty file has no lock yet: its rank is about to enter
                 self.drop(name)
                 has_death = True
         return alive, has_death
@@ -189,7 +191,7 @@ class Spool:
                 self.drop(name)
 
     def require_folder(self) -> None:
-        """Raise NoSharedMemory if the folder is gone, or another has its name: no keeper would find this rank."""
+        """Raise NoSharedMemory if the folder is gone or replaced, since no keeper would find this rank."""
         if self._held is not None and not (self.folder / f"{self.client}{_CLIENT}").exists():
             raise NoSharedMemory(
                 f"{self.folder} is gone: something has removed it, or files in it, during the training. A new training "
@@ -197,7 +199,7 @@ class Spool:
             )
 
     def take_away(self) -> bool:
-        """Rename the folder, to be deleted; return False if a rank uses it. Called in the keeper."""
+        """Rename the folder in order to delete it. Return False if a rank uses it. Called in the keeper."""
         with exclusive(self.folder.parent):
             if any(self.is_used_by(name.removesuffix(_CLIENT)) for name in self.names(_CLIENT)):
                 return False
@@ -289,7 +291,7 @@ class Spool:
         self.drop(*(slab.name for slab in gone))
 
     def is_there(self, memory: torch.Tensor) -> bool:
-        """Return whether the file of a host copy exists: systemd's ``RemoveIPC``, for example, deletes it."""
+        """Return whether the file of a host copy still exists. For example, systemd's ``RemoveIPC`` deletes it."""
         place = self.place_of(memory)
         return place is not None and (self.folder / self.slabs[place[0]].name).exists()
 
@@ -312,5 +314,6 @@ class Spool:
 
 
 def _mapped(descriptor: int, nbytes: int, populate: bool = True) -> torch.Tensor:
+    # Populated at once in the rank, so that its first copy does not wait for page faults.
     flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
     return torch.frombuffer(mmap.mmap(descriptor, nbytes, flags), dtype=torch.uint8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+import importlib
 import pickle
 import pickletools
 import re
@@ -482,18 +482,38 @@ def test_the_protocols_of_media_stay_small() -> None:
     assert sum(map(len, members.values())) <= 32, members
 
 
-def test_no_stage_of_a_save_calls_a_higher_layer(tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("calls", Path(__file__).parents[2] / "docs" / "calls.py")
-    assert spec is not None and spec.loader is not None
-    calls = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(calls)
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The script that draws the calls, ``docs/calls.py``."""
+    monkeypatch.syspath_prepend(str(ROOT.parent / "docs"))
+    return importlib.import_module("calls")
+
+
+def test_no_stage_of_a_save_calls_a_higher_layer(tmp_path: Path, calls: Any) -> None:
     model = torch.nn.Linear(2, 2)
-    edges: dict[tuple[str, str], None] = {}
-    with calls.traced(edges):
+    with calls.traced() as roots:
         dcp.save({"model": model, "optim": torch.optim.AdamW(model.parameters())}, tmp_path / "ck")
+    edges = calls.rooms(roots)
     assert {callee for _, callee in edges} >= {"saving", "planning", "storage"}
     layer_of = {room.removeprefix("core."): layer for room, layer in LAYER_OF.items()}
     assert [(caller, callee) for caller, callee in edges if layer_of[caller] < layer_of[callee]] == []
+
+
+def test_the_drawings_of_a_save_and_a_load_are_those_of_a_trace(tmp_path: Path, calls: Any) -> None:
+    page = calls.PAGE.read_text()
+    drawn = calls.drawings(tmp_path)
+    assert calls.with_drawings(page, drawn) == page, "python docs/calls.py draws them anew"
+    assert all(text.count("\n") < 50 for text in drawn.values()), "a drawing fills more than a screen"
+
+
+def test_the_tree_has_every_folder_above_those_that_it_imports(calls: Any) -> None:
+    tree = re.findall(r"^ +(.*)$", calls.PAGE.read_text().split("```")[1], re.M)
+    named = [name for line in tree for name in re.findall(r"(\w+)/ ", line.split("   ")[0] + " ")]
+    folders = {path.parent.name for path in MODULES if path.parent.parent != ROOT.parent}
+    assert sorted(named) == sorted(folders)
+    layer_of = {room.removeprefix("core."): layer for room, layer in LAYER_OF.items() if room != "core"}
+    layers = [layer_of[name] for name in named if name in layer_of and name != "conf"]
+    assert layers == sorted(layers, reverse=True)
 
 
 def test_no_environment_is_tracked() -> None:

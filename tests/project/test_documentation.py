@@ -15,6 +15,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
+import torch.distributed.checkpoint as stock
 
 import dcp_plugin as dcp
 from dcp_plugin import IO, CheckpointConfig, Keeper
@@ -295,6 +296,39 @@ def test_every_link_leads_to_a_file_or_a_heading(page: Path) -> None:
         if heading:
             found = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
             assert heading in [re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in found], target
+
+
+FOLDERS = [ROOT, *(ROOT / name for name in ("dcp_plugin", "dcp_plugin/core", "tests", "docs"))]
+PROJECT = [ROOT / "CONTRIBUTING.md", ROOT / "docs/glossary.md", *sorted((ROOT / "docs/project").glob("*.md"))]
+STOCK = Path(stock.__file__).parent
+
+
+@pytest.mark.parametrize("page", PROJECT, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_and_folder_named_for_contributors_exists(page: Path) -> None:
+    named = re.findall(r"`((?:[\w.]+/)+(?:\w+\.[a-z]+)?)`", page.read_text())
+    missing = {path for path in named if not any((folder / path).exists() for folder in FOLDERS)}
+    assert missing <= {"dist/"}, "a command makes that folder"
+
+
+def test_the_invariants_name_tests_that_exist_and_fit_on_a_page() -> None:
+    page = (ROOT / "docs/project/invariants.md").read_text()
+    assert len(page.split()) <= 500
+    for section in page.split("\n## ")[1:]:
+        (usual,) = re.findall(r"^The tests are in `(.*?)`", section, re.M)
+        rows = re.findall(r"^\| .*\. \| (?:`(.*?)`: )?`(test_\w+)` \|$", section, re.M)
+        assert len(rows) == section.count("\n|") - 2
+        for file, name in rows:
+            assert f"def {name}(" in (ROOT / (file or usual)).read_text(), name
+
+
+def test_the_glossary_names_classes_of_dcp_and_where_ours_are() -> None:
+    code = "".join(file.read_text() for file in STOCK.glob("*.py"))
+    table = (ROOT / "docs/glossary.md").read_text().partition("## The words of DCP")[2]
+    for _, theirs, ours in re.findall(r"^\| (.*?) \| (.*?) \| (.*?) \|$", table, re.M)[1:]:
+        for name in re.findall(r"`(_?[A-Za-z]\w+(?:\.\w+)?)`", theirs):
+            assert all(re.search(rf"\b{part}\b", code) for part in name.split(".")), name
+        for name, file in re.findall(r"`(\w+)` in `([\w/]+\.py)`", ours):
+            assert re.search(rf"^(class )?{name}\b", (ROOT / "dcp_plugin/core" / file).read_text(), re.M), name
 
 
 _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef)

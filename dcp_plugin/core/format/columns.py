@@ -1,8 +1,8 @@
 """Contents of a checkpoint as numpy columns: keys, the boxes of stored tensors, and the places of items.
 
-The counts that matter are ranks times tensors: 10^5 to 10^6. A Python object for each costs seconds; a row of a column
-costs almost no time. The save plan, the results of writing, the index and the stock metadata are therefore made from
-these columns. An object is made only for a key that the caller asks for.
+The rule: no Python object per chunk. A large checkpoint has a chunk per rank and tensor, 10^5 to 10^6 in all. An object
+for each costs seconds; a row of a column costs almost no time. The save plan, the results of writing, the index and the
+stock metadata are therefore made from these columns. A key becomes an object only when a caller asks for it.
 """
 
 from __future__ import annotations
@@ -47,10 +47,12 @@ _JOINED = ("place", "frame", "hash")
 class Location:
     """Place of an item: ``length`` bytes at ``offset`` of ``file``, with the payload inside them.
 
-    ``hashes`` are the XXH3-64 of each block of the payload; None if the writer computed none, as in stock checkpoints.
-    ``payload_offset`` is None for an item of unknown layout (from a stock checkpoint, or a tensor stored as one
-    object): ``torch.load`` has to read it. Its hashes, if any, cover the complete item, and ``payload_length`` is
-    its length. ``frame`` is the hash of the bytes around the payload.
+    ``frame`` is the hash of the bytes around the payload. ``hashes`` are the XXH3-64 of each block of the payload; None
+    if the writer computed none, as in stock checkpoints.
+
+    ``payload_offset`` is None if the layout of the item is unknown, so that ``torch.load`` has to read it. This is so
+    in stock checkpoints, and for a tensor stored as one object. Hashes of such an item, if any, cover the complete
+    item; ``payload_length`` is then the item's length.
     """
 
     file: str
@@ -66,8 +68,9 @@ class Location:
 class KeyColumns:
     """Keys of a checkpoint and the boxes in which its tensors are stored.
 
-    ``columns`` are ``dtype``, ``ndim``, ``shape``, ``chunk_ends`` and ``box`` of the index. ``paths`` are the
-    :func:`unusual_paths`.
+    ``columns`` are ``dtype``, ``ndim``, ``shape``, ``chunk_ends`` and ``box``, as the table in
+    :mod:`~dcp_plugin.core.format.index_file` describes them. ``paths`` are the :func:`unusual_paths`. A *slot* is the
+    number of a key in these columns.
     """
 
     keys: list[str]
@@ -82,7 +85,10 @@ class KeyColumns:
 
     @functools.cached_property
     def shape_starts(self) -> Column:
-        """Position at which the shape of each key begins, and the end of the last. The next two are alike."""
+        """Position in ``shape`` at which each key begins, and the end of the last key.
+
+        ``chunk_starts`` and ``box_starts`` are the same for the chunks and for ``box``.
+        """
         return np.concatenate(([0], np.cumsum(self.columns["ndim"], dtype=np.int64)))
 
     @functools.cached_property
@@ -95,7 +101,7 @@ class KeyColumns:
         return np.concatenate(([0], np.cumsum(counts)))
 
     def path_of(self, key: str) -> KeyPath:
-        """Return the path of the key in the nested state: its first segment and the rest, unless another is stored."""
+        """Return the path of the key in the nested state: the stored path, or else the default path."""
         return self.paths.get(key) or default_path(key)
 
     def dtype_of(self, slot: int) -> torch.dtype | None:
@@ -121,6 +127,8 @@ class KeyColumns:
     def nbytes(self) -> Column:
         """Bytes of each tensor in memory, 0 for a value; as floats, which do not overflow."""
         nbytes: Column = self.itemsizes[self.columns["dtype"]].astype(float)
+        # Keys with equally many dimensions form a rectangle, of which one pass multiplies the rows. Reading a shape for
+        # each key would be a Python loop over all keys.
         for ndim in range(1, 1 + int(self.columns["ndim"].max(initial=0))):
             slots = np.flatnonzero(self.columns["ndim"] == ndim)
             nbytes[slots] *= product(self.columns["shape"][self.shape_starts[slots][:, None] + np.arange(ndim)])
@@ -128,6 +136,7 @@ class KeyColumns:
 
     def shapes_of(self, slots: Column) -> list[Shape]:
         """Return the shapes of many keys at once."""
+        # One gather and one tolist() for all keys, then slices of a list: numpy calls for each key would cost more.
         ndim = self.columns["ndim"][slots].astype(np.int64)
         sizes, ends = self.columns["shape"][ranges(self.shape_starts[slots], ndim)].tolist(), np.cumsum(ndim)
         bounds = zip((ends - ndim).tolist(), ends.tolist(), strict=True)
@@ -141,12 +150,14 @@ class KeyColumns:
         return boxes[:, 0], boxes[:, 1]
 
     def by_ndim(self) -> Iterator[tuple[Column, Column, Column]]:
-        """Yield all keys, grouped by their number of dimensions, in that order and then by key.
+        """Yield all keys in groups with equally many dimensions, fewest dimensions first.
 
-        Each group is the numbers of its keys, the numbers of all their chunks, and the boxes of these chunks as an
-        array of chunks, offsets or sizes, dimensions.
+        A group is three arrays: the numbers of its keys, the numbers of all their chunks, and the boxes of these
+        chunks. The boxes have three axes: the chunk, offsets or sizes, and the dimension. A number of dimensions may
+        have several groups, each of about :data:`ROWS_IN_CACHE` chunks.
         """
         counts_of = np.diff(self.chunk_starts)
+        # The column ``box`` is flat, since boxes differ in width. With equally many dimensions they form a rectangle.
         for ndim in np.flatnonzero(np.bincount(self.columns["ndim"])).tolist():  # np.unique imports numpy.ma
             alike = np.flatnonzero(self.columns["ndim"] == ndim)
             for slots in in_cache(alike, counts_of[alike]):
@@ -178,10 +189,10 @@ _DTYPE = re.compile(r"bool|(?:b?float|complex|q?u?int|bits)(\d{1,3})(?:x\d|_\w+)
 
 
 def itemsize_named(name: str) -> int:
-    """Return the bytes of an element of a dtype of torch, whose name has its bits. Inspection needs no torch.
+    """Return the bytes of an element of a dtype, read from the bits in its name: an inspection imports no torch.
 
     Raises:
-        ValueError: No dtype has such a name.
+        ValueError: No dtype of torch has such a name.
     """
     match = _DTYPE.fullmatch(name) if isinstance(name, str) else None
     if match is None:
@@ -193,7 +204,9 @@ def itemsize_named(name: str) -> int:
 class Places:
     """Places of items: the columns of :class:`Location`.
 
-    ``hash`` has a hash for each block of each payload. It is empty if another tool wrote the items.
+    ``files`` are names, and ``file`` has the number of each item's file in them. A row of ``place`` is offset, length,
+    payload's offset (-1 for None) and payload's length. ``hash`` has a hash for each block of each payload. It is empty
+    if another tool wrote the items.
     """
 
     files: list[str]
@@ -229,6 +242,7 @@ class Places:
         first_file = np.cumsum([0, *(len(part.files) for part in parts)], dtype=np.int32)
         return cls(
             [name for part in parts for name in part.files],
+            # ``first_file`` has one number more than parts: the count of all files.
             np.concatenate([part.file + first for part, first in zip(parts, first_file, strict=False)]),
             **{name: np.concatenate([getattr(part, name) for part in parts]) for name in _JOINED},
             linkable={name for part in parts for name in part.linkable},
@@ -236,7 +250,7 @@ class Places:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the files, if they have no other items."""
+        """Bytes of the files, provided that they have no other items."""
         ends = np.zeros(len(self.files), np.int64)
         np.maximum.at(ends, self.file, self.place[:, 0] + self.place[:, 1])
         return int(padded(ends).sum())
@@ -246,6 +260,7 @@ class Places:
         offset, length, start, payload_length = self.place[number].tolist()
         first, end = self.block_starts[number : number + 2].tolist()
         hashes = self.hash[first:end]
+        # An item without blocks has no hashes. An empty payload of known layout is the exception: it lacks none.
         has_hashes = len(hashes) > 0 or (payload_length == 0 and start >= 0)
         return Location(
             self.files[self.file[number]],
@@ -265,12 +280,14 @@ class Places:
 
     def take(self, order: Column) -> Places:
         """Return the items with these numbers, in this order."""
+        # In large plans all items mostly have equally many blocks. Then the hashes are a rectangle, and taking one row
+        # per item is faster than gathering single hashes.
         blocks = np.diff(self.block_starts)
-        if len(blocks) and (blocks == blocks[0]).all():  # usual in large plans: a row per item is faster to take
+        if len(blocks) and (blocks == blocks[0]).all():
             hashes = self.hash.reshape(len(blocks), -1).take(order, axis=0).reshape(-1)
         else:
             hashes = self.hash[ranges(self.block_starts[order], blocks[order])]
-        place = self.place.take(order, axis=0)  # faster than by [order]
+        place = self.place.take(order, axis=0)  # copies a row at a time, unlike [order]
         return Places(self.files, self.file[order], place, self.frame[order], hashes, self.linkable)
 
 
@@ -282,7 +299,8 @@ Processing in such parts takes half the time of all rows at once, and no memory 
 
 
 def in_cache(slots: Column, counts: Column) -> list[Column]:
-    """Cut things with ``counts`` rows each into stretches of about :data:`ROWS_IN_CACHE` rows."""
+    """Cut slots with ``counts`` rows each into stretches of about :data:`ROWS_IN_CACHE` rows."""
+    # A cut wherever the running count of rows passes a multiple of ROWS_IN_CACHE. A slot is never divided.
     cuts = np.flatnonzero(np.diff(np.cumsum(counts) // ROWS_IN_CACHE)) + 1
     return np.split(slots, cuts) if len(slots) else []
 
@@ -290,8 +308,8 @@ def in_cache(slots: Column, counts: Column) -> list[Column]:
 def product(rows: Column) -> Column:
     """Return the product of each row.
 
-    This function and the next two make a pass for each column: numpy's own reduction goes from row to row, which takes
-    ten times as long for rows as short as those of boxes.
+    This function and the next two make one pass per column. numpy's own ``prod(axis=1)`` goes from row to row, which
+    takes ten times as long for rows as short as those of boxes.
     """
     return functools.reduce(np.multiply, rows.T, np.ones(len(rows), rows.dtype))
 
@@ -308,12 +326,17 @@ def in_any(rows: Column) -> Column:
 
 def ranges(starts: Column, counts: Column) -> Column:
     """Return ``starts[0], starts[0] + 1, …`` (``counts[0]`` numbers), then those from ``starts[1]``, and so on."""
+    # One arange over all results, shifted for each range by its start minus the count of numbers before it. An arange
+    # for each range would be a Python loop over all keys.
     ends = np.cumsum(counts)
     return np.asarray(np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts))
 
 
 def ragged(filled: Sequence[Column], widths: Column) -> Column:
-    """Return the first ``widths[i]`` numbers of row ``i`` of each array in turn, for all ``i``, end to end."""
+    """Return the first ``widths[i]`` numbers of row ``i`` of each array in turn, for all ``i``, end to end.
+
+    This makes the columns ``shape`` and ``box`` of rows that are padded to the largest number of dimensions.
+    """
     rows = np.stack(filled, axis=1)
     if (widths == rows.shape[2]).all():
         return rows.reshape(-1)
@@ -327,16 +350,17 @@ def partitioned(starts: Column, sizes: Column, shape: Column, of: Column, count:
     Box ``i`` belongs to tensor ``of[i]``, and these numbers do not decrease. ``starts``, ``sizes`` and (per tensor)
     ``shape`` have one number per dimension. The boxes are inside the shape.
 
-    No box is compared with another. Give every coordinate of every dimension a random number, and every element the
-    product of its coordinates' numbers. Then the sum over a box is a product of differences of running sums, and the
-    sums over all boxes add up to the sum over the tensor. If any element is covered twice or not at all, they add up
-    only with a chance of about 2^-60, whichever boxes the file has, because its author cannot know the random numbers
-    beforehand.
+    No box is compared with another. Every coordinate of every dimension has a random number, and every element the
+    product of the numbers of its coordinates. The sum over a box is then a product of differences of running sums.
+    Boxes that cover every element once have the same total as the tensor. If an element is covered twice or not at all,
+    the totals agree with a chance of about 2^-60. The author of a file cannot aim at this chance: the random numbers
+    are drawn at each call.
     """
     seeds = np.frombuffer(os.urandom(8 * shape.shape[1]), np.uint64)
     over_boxes = np.ones(len(starts), np.uint64)
     over_tensor = np.ones(count, np.uint64)
     for dim, seed in enumerate(seeds):
+        # mixed(c + seed) is the running sum up to coordinate c. Products and sums wrap at 2^64, alike on both sides.
         begins, ends = starts[:, dim].astype(np.uint64), (starts[:, dim] + sizes[:, dim]).astype(np.uint64)
         over_boxes *= mixed(ends + seed) - mixed(begins + seed)
         over_tensor *= mixed(shape[:, dim].astype(np.uint64) + seed) - mixed(np.full(count, seed))
@@ -344,8 +368,8 @@ def partitioned(starts: Column, sizes: Column, shape: Column, of: Column, count:
 
 
 def totals(values: Column, of: Column, count: int) -> Column:
-    """Return the sum of the values of each of ``count`` things; value ``i`` is of thing ``of[i]``, which never
-    decreases."""
+    """Return the sum of the values of each of ``count`` keys. Value ``i`` is of key ``of[i]``; ``of`` is ascending."""
+    # Since ``of`` is sorted, each sum is a difference of running sums. Sums may wrap: differences stay exact.
     running = np.concatenate((np.zeros(1, values.dtype), np.cumsum(values)))
     edges = np.searchsorted(of, np.arange(count + 1))
     return np.asarray(running[edges[1:]] - running[edges[:-1]])
@@ -361,6 +385,7 @@ def mixed(numbers: Column) -> Column:
 def flat_start(offsets: Column, shapes: Column, of: Column) -> Column:
     """Return the row-major position of each box's first element in its tensor. Box ``i`` is of tensor ``of[i]``."""
     extents = np.maximum(shapes, 1)
+    # The stride of a dimension is the product of the sizes behind it: a running product from the last dimension back.
     ones = np.ones((len(shapes), 1), np.int64)
     strides = np.cumprod(np.concatenate((extents[:, 1:], ones), axis=1)[:, ::-1], axis=1)[:, ::-1]
     start = np.zeros(len(offsets), np.int64)
@@ -370,16 +395,15 @@ def flat_start(offsets: Column, shapes: Column, of: Column) -> Column:
 
 
 def order_of(*columns: Column) -> Column:
-    """Return the order that sorts rows by columns; the first column counts most.
-
-    Numbers below 65536, as ranks mostly are, become 16-bit integers, which numpy sorts in one pass.
-    """
+    """Return the order that sorts rows by columns; the first column counts most."""
+    # Numbers below 65536, as ranks mostly are, become 16-bit integers: numpy sorts these by radix, in linear time.
     small = (column.astype(np.uint16) if len(column) and column.max() < 1 << 16 else column for column in columns)
     return np.lexsort(tuple(small)[::-1])
 
 
 def filled_rows(rows: Sequence[Shape], width: int, fill: int) -> Column:
     """Return tuples of up to ``width`` numbers as one array, padded with ``fill``."""
+    # A mask selects the places that have a number, and one assignment fills them in order: no loop over the tuples.
     array = np.full((len(rows), width), fill, np.int64)
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     array[np.arange(width) < lengths[:, None]] = np.fromiter(itertools.chain.from_iterable(rows), np.int64)

@@ -1,7 +1,6 @@
-"""Indexes made from entries or from other indexes: of some keys, under other names, of several
-parts together.
+"""Indexes made from entries or from other indexes: some of the keys, other names, several indexes joined.
 
-The columns are taken and joined as arrays. A plain save and load need none of this.
+The rule: columns are taken and joined as arrays, with no object per key. A plain save and load need none of this.
 """
 
 from __future__ import annotations
@@ -20,8 +19,11 @@ from dcp_plugin.core.types import KeyPath
 def index_of(
     entries: Iterable[tuple[str, Entry]], files: dict[str, int], paths: Mapping[str, KeyPath] | None = None
 ) -> CheckpointIndex:
-    """Return the index of these entries. ``paths`` may name all keys; only those that differ from the default are
-    stored."""
+    """Return the index of these entries.
+
+    Args:
+        paths: Paths of any keys. Paths that follow the default are not stored.
+    """
     keys, dtype_names, dtype, ndim, shape, chunk_ends, box = [], {}, [], [], [], [], []  # type: ignore[var-annotated]
     locations: list[Location] = []
     for key, entry in entries:
@@ -60,6 +62,7 @@ def selected(
         below: Path of the files relative to the folder of the new index.
     """
     table = index.table
+    # Shapes and boxes are ragged: ranges() lists the positions of all of them, so that one gather takes each column.
     slots = np.array([index.slots[key] for key in names.values()], np.int64)
     ndim, counts = table.columns["ndim"][slots].astype(np.int64), np.diff(table.chunk_starts)[slots]
     columns = {
@@ -108,6 +111,7 @@ def joined(index: CheckpointIndex, other: CheckpointIndex) -> CheckpointIndex:
 
 
 def _joined_tables(first: KeyColumns, second: KeyColumns) -> KeyColumns:
+    # The first table keeps the numbers of its dtypes. ``numbers`` maps those of the second, and NO_TENSOR to itself.
     dtypes = list(dict.fromkeys((*first.dtypes, *second.dtypes)))
     numbers = np.full(NO_TENSOR + 1, NO_TENSOR, np.uint8)
     numbers[: len(second.dtypes)] = [dtypes.index(name) for name in second.dtypes]

@@ -1,10 +1,10 @@
 """Item table of a checkpoint: the file, place and hashes of every key.
 
 The table is a set of numpy columns, the same in memory and on disk (:mod:`~dcp_plugin.core.format.index_file` describes
-them). A million items open by mapping arrays; an entry becomes a Python object only when a caller asks for its key.
+them). Opening a million items makes a few arrays. An entry becomes a Python object only when a caller asks for its key.
 
-Two items may be the same bytes (tied weights, equal values): then all their columns agree.
-:meth:`CheckpointIndex.validate` refuses any other overlap, and any range outside a file, before a byte is used. Its
+The rule: :meth:`CheckpointIndex.validate` runs before a byte of the files is used. It refuses a range outside a file,
+and items that overlap. Two items may be the same bytes (tied weights, equal values) if all their columns agree. The
 checks run over full columns, so a million items take a fraction of a second.
 """
 
@@ -53,7 +53,7 @@ class StoredChunk:
 
 
 class _Chunks(Sequence[StoredChunk]):
-    """Chunks of a key; each becomes an object when the caller asks for it."""
+    """Chunks of a key. A chunk becomes an object when the caller asks for it."""
 
     def __init__(self, index: CheckpointIndex, slot: int) -> None:
         self.parent, self._slot = index, slot
@@ -88,7 +88,7 @@ class StoredTensor:
     def stored_whole(self) -> bool:
         """True if the tensor is stored as one item of its own class (:mod:`dcp_plugin.core.tensors.kinds`).
 
-        It is False for a stock checkpoint, whose index does not record this: only reading the item shows it.
+        False for every tensor of a stock checkpoint. Its index does not record this: only reading the item shows it.
         """
         location = self.chunks[0].location if self.chunks else None
         return location is not None and location.payload_offset is None and location.payload_length > 0
@@ -139,29 +139,29 @@ class CheckpointIndex(Mapping[str, Entry]):
         self.files = files
         """Data files and their sizes in bytes."""
         self.linkable: Collection[str] = ()
-        """Data files that later saves are meant to link, see :class:`~dcp_plugin.core.format.columns.Places`."""
+        """Data files that later saves link, see :class:`~dcp_plugin.core.format.columns.Places`."""
         self.transforms: dict[tuple[str, int], tuple[str, ...]] = {}
-        """Transforms that torch must undo to read an item, by file and offset. Only stock checkpoints have such
-        items."""
+        """Stream transforms, such as zstd, that torch must undo to read an item, by file and offset.
+
+        Only stock checkpoints have such items.
+        """
         self.strides: dict[str, Shape] = {}
         """Strides of the tensors that are not row-major, by key. Only ``torch.save`` files have such tensors."""
         self.values_here: dict[str, Any] = {}
         """Values that were read with the index, by key. Only ``torch.save`` files have such values."""
         self.left_out: dict[str, str] = {}
-        """Keys not stored because the base, another checkpoint, has the same bytes, and the keys in the base."""
+        """Keys that are not stored because the base, another checkpoint, has their bytes -> their keys in the base."""
         self.rounded: dict[str, str] = {}
-        """Keys in :attr:`left_out` that the base has with more exact numbers, and their dtype."""
+        """Keys in :attr:`left_out` that the base has with more exact numbers -> their dtype."""
         self.empty: Collection[str] = ()
-        """Keys of empty mappings.
+        """Keys of empty mappings. ``.metadata`` leaves them out.
 
-        Stock stores no such keys. It takes a checkpoint that has them for a checkpoint of torch 2.3, and looks for the
-        keys that this version made.
+        Stock stores no such keys. It takes a checkpoint with such a key for one of torch 2.3, and looks for other keys.
         """
         self.extra_files: dict[str, str] = {}
-        """Extra files next to the data files, and the text that :mod:`~dcp_plugin.core.storage.published` compares for
-        each."""
+        """Extra files next to the data files -> the text that :mod:`~dcp_plugin.core.storage.published` compares."""
         self.planner_data: tuple[Any, ...] = ()
-        """The ``planner_data`` of another tool's planner, as a tuple of one; empty if it is the paths of keys."""
+        """The ``planner_data`` of another tool's planner, as a tuple of one. Empty if it is the paths of keys."""
         self.storage_meta: StorageMeta | None = None
         """Note of stock's writer about its save."""
         self.label = ""
@@ -213,6 +213,7 @@ class CheckpointIndex(Mapping[str, Entry]):
     def payload_bytes(self) -> int:
         """Bytes of all payloads; a payload that several keys share counts once."""
         file, (offset, _, _, payload_length) = self.columns["file"], self.columns["place"].T
+        # Sorted by place, items that share their bytes are neighbours, and the first of them counts.
         order = np.lexsort((offset, file))
         first = (np.diff(file[order], prepend=-1) != 0) | (np.diff(offset[order], prepend=-1) != 0)
         return int(payload_length[order][first].sum())
@@ -256,10 +257,10 @@ class CheckpointIndex(Mapping[str, Entry]):
     def require_bounded(self, keys: Iterable[str] | None = None) -> None:
         """Check that the tensors take about as much memory as the files hold.
 
-        In a file of a kilobyte, a tensor with a stride of 0 can have any size, and a million keys can name one tensor.
+        A file of a kilobyte can ask for any amount of memory: its tensor has a stride of 0, or a million keys name it.
 
         Args:
-            keys: The tensors that are given memory; all if None.
+            keys: The tensors that will get memory; all if None.
 
         Raises:
             UnsafeCheckpoint: The tensors take more than :func:`dcp_plugin.core.format.pickles.walk.allowance`.
@@ -283,7 +284,7 @@ class CheckpointIndex(Mapping[str, Entry]):
 
         Args:
             label: Name of the checkpoint in messages.
-            shares_bytes: Items may overlap, because they are views of the same storages.
+            shares_bytes: Accept items that overlap: in a ``torch.save`` file, they are views of the same storages.
 
         Raises:
             CheckpointCorrupt: A check failed; the message names file and key.
@@ -299,6 +300,8 @@ class CheckpointIndex(Mapping[str, Entry]):
             raise CheckpointCorrupt(f"{label}: an item is in a file that the index does not list")
         sizes = np.array(list(self.files.values()), np.int64)
         outside = np.empty(len(file), bool)
+        # Stretches of rows, each column copied to a contiguous array, keep the passes below in the processor's cache.
+        # Bounds are compared by a difference, because the sum of two hostile numbers overflows.
         for first in range(0, len(file), ROWS_IN_CACHE):
             some = slice(first, first + ROWS_IN_CACHE)
             offset, length, payload_offset, payload_length = np.ascontiguousarray(columns["place"][some].T)
@@ -323,7 +326,9 @@ class CheckpointIndex(Mapping[str, Entry]):
 def _overlapping(columns: dict[str, Column]) -> Column:
     """Return which items begin before the previous item ends, except aliases, which agree in all columns."""
     file, place = columns["file"], columns["place"]
-    for keys in ((file,), (file, place[:, 0], place[:, 1])):  # the items of a file are mostly in its order already
+    # If any items overlap, two neighbours in the order of places do. The items of a file are mostly in that order, so
+    # a sort by file alone is tried first: an index of 10^7 chunks opens in two thirds of the time.
+    for keys in ((file,), (file, place[:, 0], place[:, 1])):
         order = order_of(*keys)
         same_file, (offset, length) = np.diff(file[order]) == 0, place[:, :2].take(order, axis=0).T
         further, longer = np.diff(offset), np.diff(length)
@@ -348,6 +353,7 @@ def _check_boxes(table: KeyColumns, place: Column, checkpoint: str) -> None:
         shape = table.columns["shape"][table.shape_starts[slots][:, None] + np.arange(ndim)]
         offsets, sizes = boxes[:, 0], boxes[:, 1]
         outside = in_any((offsets < 0) | (sizes < 0) | (sizes > np.repeat(shape, counts[slots], axis=0) - offsets))
+        # As floats: the product of a hostile shape overflows an int64, and the volumes below are int64.
         absurd = (shape < 0).any(axis=1) | (shape.astype(float).prod(axis=1) > 1 << 60)
         for slot in np.sort(np.concatenate((of[outside], np.flatnonzero(absurd))))[:1].tolist():
             raise CheckpointCorrupt(
@@ -355,12 +361,14 @@ def _check_boxes(table: KeyColumns, place: Column, checkpoint: str) -> None:
             )
         volumes = product(sizes)
         total = totals(volumes, of, len(slots))
+        # Volumes alone would accept a hole that an overlap makes up for.
         wrong = (total != product(shape)) | ~partitioned(offsets, sizes, shape, of, len(slots))
         for slot in np.flatnonzero(wrong & ~no_tensor[slots])[:1].tolist():
             raise CheckpointCorrupt(
                 f"{checkpoint}: the chunks of {table.keys[slots[slot]]} do not add up to its shape "
                 f"{tuple(shape[slot])}: some are missing, or chunks overlap"
             )
+        # A payload offset of -1 marks an item of unknown layout, whose payload has no size to compare.
         expected = volumes * table.itemsizes[table.columns["dtype"][slots]][of]
         misfit = (place[chunks, 2] >= 0) & (place[chunks, 3] != expected) & ~no_tensor[slots][of]
         for slot in of[misfit][:1].tolist():

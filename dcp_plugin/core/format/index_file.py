@@ -1,10 +1,11 @@
 """File of the index: numpy columns in the safetensors format, without pickle, validated when they are read.
 
+The rule: a file that contradicts itself is refused (:meth:`~dcp_plugin.core.format.index.CheckpointIndex.validate`).
 The columns, for K keys, C chunks (each key's chunks are neighbours) and B blocks:
 
 ======================  ========  =====================================================================
 ``keys``, ``key_ends``  K         UTF-8 text of all keys, and the end of each
-``dtype``, ``ndim``     K         index into the dtype names (255: a value that is no tensor), dimensions
+``dtype``, ``ndim``     K         number of the dtype's name (255: a value that is no tensor), dimensions
 ``shape``               ragged    global shape, ``ndim`` numbers per key
 ``chunk_ends``          K         running number of chunks
 ``box``                 ragged    per chunk ``ndim`` offsets, then ``ndim`` sizes
@@ -19,7 +20,7 @@ The columns, for K keys, C chunks (each key's chunks are neighbours) and B block
 ``planner_data``        bytes     optional: another planner's ``planner_data``, as ``torch.save`` bytes (weights only)
 ======================  ========  =====================================================================
 
-A file that contradicts itself is refused: see :meth:`~dcp_plugin.core.format.index.CheckpointIndex.validate`.
+The header has the names of dtypes and files, the sizes of the files, and the paths of keys.
 """
 
 from __future__ import annotations
@@ -70,13 +71,16 @@ def encode(index: CheckpointIndex) -> bytes:
 
 
 def encode_alike(index: CheckpointIndex) -> bytes:
-    """Return the bytes of :func:`encode` in a fixed order: safetensors writes the entries of its header in no order."""
+    """Return the bytes of :func:`encode` with a sorted header, equal for all copies of a save.
+
+    safetensors writes the entries of its header in no order.
+    """
     data = encode(index)
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
     text = json.dumps(dict(sorted(header.items())), separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # safetensors pads its header to 8 bytes
     return len(text).to_bytes(8, "little") + text + data[8 + length :]
 
 
@@ -89,8 +93,9 @@ def decode(data: bytes, sha256: str, label: str) -> CheckpointIndex:
     Raises:
         CheckpointCorrupt: The file has another fingerprint, is no index, or contradicts itself.
     """
+    # A thread computes the hash while this one checks the columns: both take long for millions of chunks.
     with ThreadPoolExecutor(1, thread_name_prefix="dcp-hash") as pool:
-        digest = pool.submit(fingerprint, data)  # while this thread checks the columns
+        digest = pool.submit(fingerprint, data)
         other = CheckpointCorrupt(f"{label} is not the index that was saved (its SHA-256 differs)")
         try:
             index = _decoded(data, label)
@@ -117,6 +122,7 @@ def _decoded(data: bytes, name: str) -> CheckpointIndex:
 
 
 def _checked(columns: dict[str, Column], about: dict[str, str]) -> CheckpointIndex:
+    # Later steps slice columns by these counts, so dtypes, lengths and counts are checked first.
     expected = {
         "keys": np.uint8, "key_ends": np.int64, "dtype": np.uint8, "ndim": np.uint8, "shape": np.int64,
         "chunk_ends": np.int64, "box": np.int64, "file": np.int32, "place": np.int64, "frame": np.uint32,
@@ -134,7 +140,7 @@ def _checked(columns: dict[str, Column], about: dict[str, str]) -> CheckpointInd
         raise ValueError("columns of chunks differ in length")
     dtypes = json.loads(about["dtypes"])
     for name in dtypes:
-        itemsize_named(name)
+        itemsize_named(name)  # raises for an unknown name
     if (columns["dtype"][columns["dtype"] != NO_TENSOR] >= len(dtypes)).any():
         raise ValueError("a key has a dtype that is not listed")
     files = {str(name): int(size) for name, size in json.loads(about["files"]).items()}
@@ -165,7 +171,8 @@ def _split_keys(text: Column, ends: Column) -> list[str]:
     data = text.tobytes()
     decoded = data.decode()
     spans = zip([0, *ends.tolist()], ends.tolist(), strict=False)
-    if len(decoded) == len(data):  # ASCII: characters are bytes
+    # Ends count bytes. In ASCII text, a character is a byte: then the text is decoded once instead of key by key.
+    if len(decoded) == len(data):
         return [decoded[start:end] for start, end in spans]
     return [data[start:end].decode() for start, end in spans]
 
@@ -181,7 +188,7 @@ _PLAIN = {str, int}
 
 
 def _tuples(part: Any) -> Any:
-    """Return JSON's lists as tuples. A tuple as the key of a mapping may hold tuples."""
+    """Return JSON's lists as tuples, at any depth: the key of a mapping may be a tuple of tuples."""
     return tuple(map(_tuples, part)) if isinstance(part, list) else part
 
 

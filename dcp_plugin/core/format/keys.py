@@ -1,15 +1,16 @@
 """Conversion of nested state to flat keys, and back.
 
-A key is the path joined by dots, as in stock DCP: mappings are walked, lists are walked only if they hold tensors or
-mappings, and a tuple is one value. The caller chooses the rule that decides which containers are walked:
+A key is the path joined by dots, as in stock DCP. A container is either *walked*, so that its entries have keys of
+their own, or it is one value. Mappings are walked. Lists are walked only if they hold tensors or mappings. A tuple is
+one value. The caller chooses the rule:
 
-- :func:`walked_by_us`: our own saves. Empty mappings, which stock loses, are one value, and so are mappings without
-  tensors whose keys a path cannot hold. A tuple or list with sharded tensors is walked, because one value could not
-  hold them.
-- :func:`walked_by_stock`: saves that ``torch.distributed.checkpoint`` drives. Its loads have the same containers.
-- :func:`walked_as_stored`: loads. The checkpoint determines which containers are one value. Up to 0.1.0 we walked
-  tuples with tensors and stored a ``Counter`` as one value, and torch before 2.4 did so with all mappings without
-  tensors.
+- :func:`walked_by_us`: saves of this package. An empty mapping is one value, because stock loses it. A mapping without
+  tensors is one value if a path cannot hold its keys. A tuple or list with sharded tensors is walked, because one value
+  could not hold them.
+- :func:`walked_by_stock`: saves that ``torch.distributed.checkpoint`` drives. Its loads walk the same containers.
+- :func:`walked_as_stored`: loads. The checkpoint determines which containers are walked, because other versions walked
+  others. This package walked tuples with tensors up to 0.1.0, and stored a ``Counter`` as one value. Torch before 2.4
+  stored all mappings without tensors as one value.
 
 The key of a :class:`LocalSlot` also names its rank and its part of the parameter.
 """
@@ -47,7 +48,9 @@ def walked_by_stock(key: str, value: Any) -> bool:
 
 
 def walked_as_stored(stored: Collection[str]) -> Walks:
-    """Return a rule that walks the containers that the checkpoint has in parts; others are walked as in a save.
+    """Return a rule that walks the containers of which the checkpoint has entries.
+
+    A container that the checkpoint lacks is walked as in a save.
 
     Args:
         stored: The keys of the checkpoint.
@@ -56,6 +59,7 @@ def walked_as_stored(stored: Collection[str]) -> Walks:
     def walked(key: str, value: Any) -> bool:
         if walked_by_us(key, value):
             return key not in stored or has_keys_below(key, stored)
+        # One value in our saves, but parts in this checkpoint: a tuple with tensors that 0.1.0 walked, for example.
         may_be_walked = isinstance(value, Mapping) or type(value) in (list, tuple)
         return may_be_walked and bool(value) and key not in stored and has_keys_below(key, stored)
 
@@ -91,6 +95,7 @@ def flatten(
 
 def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> dict[str, Any]:
     """Return the nested state of leaves and their paths: the inverse of :func:`flatten`."""
+    # First a tree of dicts whose keys are the steps of the paths: the steps distinguish lists, tuples and mappings.
     root: dict[Any, Any] = {}
     for key, leaf in leaves.items():
         node, (*above, last) = root, paths[key]
@@ -138,10 +143,10 @@ def of_class_of(like: dict[Any, Any], children: dict[Any, Any]) -> dict[Any, Any
 
 
 def with_keys_of(current: KeyPath | None, path: KeyPath) -> KeyPath:
-    """Return a stored path with the keys of the current state.
+    """Return a stored path with the keys of the current state, where stock has lost them.
 
-    Stock stores every key as text. So keys that are no text, and keys with dots, which the checkpoint has as several
-    steps, are taken from the state.
+    Stock stores every key as text, so a key that is no text is taken from the state. A key with dots may be several
+    steps in the checkpoint; the complete path is then taken from the state.
     """
     if current is None:
         return path
@@ -171,7 +176,7 @@ def paths_as_stored(
 
 
 def has_keys_below(key: str, stored: Iterable[str]) -> bool:
-    """Return whether a stored key is below ``key``; every other key is below the empty key."""
+    """Return whether a stored key is below ``key``. Every other key is below the empty key."""
     return any(other != key and (not key or other.startswith(f"{key}.")) for other in stored)
 
 
@@ -186,7 +191,7 @@ def name_of(path: Iterable[Any]) -> str:
 
 
 def _restore(node: Any) -> Any:
-    """Return the tree below a node, with lists and tuples for nodes whose keys are positions."""
+    """Return the tree below a node. A node whose keys are all positions becomes a list or a tuple."""
     if isinstance(node, _Leaf):
         return node.value
     if all(isinstance(part, int) for part in node):
@@ -197,6 +202,7 @@ def _restore(node: Any) -> Any:
 
 
 def _mapping(node: Mapping[Any, Any]) -> dict[Any, Any]:
+    # Each step into a mapping that is no plain dict has the name of its class; the first is enough.
     kinds = (part[0] for part in node if isinstance(part, tuple))
     mapping = MAPPING_CLASSES.get(next(kinds, ""), dict)()
     for part, child in node.items():
@@ -218,6 +224,8 @@ def _children(path: KeyPath, value: Any) -> Iterator[tuple[Any, Any]]:
         for position, child in enumerate(value):
             yield ("t", position) if isinstance(value, tuple) else position, child
         return
+    # A step is plain text where it can be. A load restores the class of the mapping, and keys that are no text, from
+    # a step that is a pair.
     kind = mapping_class(value)
     for key, child in value.items():
         step = int(key) if isinstance(key, np.integer) else key
@@ -244,8 +252,8 @@ def is_empty_mapping(value: Any) -> bool:
 
 
 def holds_sharded(value: Any) -> bool:
-    """Return whether a container that is stored as one value holds a DTensor or ShardedTensor."""
-    todo, seen = [value], set()
+    """Return whether a container that is stored as one value holds a DTensor or ShardedTensor, at any depth."""
+    todo, seen = [value], set()  # a container may contain itself, and deep ones would end a recursion
     while todo:
         node = todo.pop()
         if isinstance(node, (DTensor, ShardedTensor)):
@@ -257,13 +265,14 @@ def holds_sharded(value: Any) -> bool:
 
 
 def as_stored(key: str, path: KeyPath) -> KeyPath:
-    """Return a path as a checkpoint holds it: with the text of the steps that a file cannot hold.
+    """Return a path as a checkpoint holds it: with text in place of steps that a file cannot hold.
 
     Raises:
-        CheckpointMismatch: The text of a step is another one in the next process.
+        CheckpointMismatch: The next process would make another text of a step.
     """
     if all(map(_fits_path, path)):
         return path
+    # The default text of an object has its address, and the order of a frozenset depends on the hashes of a process.
     for step in map(step_of, path):
         if hex(id(step)) in str(step) or (isinstance(step, frozenset) and len(step) > 1):
             raise CheckpointMismatch(
@@ -276,16 +285,16 @@ def as_stored(key: str, path: KeyPath) -> KeyPath:
 
 
 def require_end(name: str, tree: Any) -> None:
-    """Require that a walk over nested containers ends: that none contains itself, and that shared ones are few.
+    """Require that a walk over nested containers ends.
 
-    A save, a load and a comparison take each path to a container. So a container counts once for each path, as in
-    :mod:`dcp_plugin.core.format.pickles.walk`.
+    A save, a load and a comparison take each path to a container, so a container counts once for each path, as in
+    :mod:`dcp_plugin.core.format.pickles.walk`. Forty lists, each with the next one twice, have 2^40 paths.
 
     Args:
         name: The key of ``tree``; empty for the state itself.
 
     Raises:
-        CheckpointMismatch: The walk would not end, or Python cannot walk so many containers in each other.
+        CheckpointMismatch: A container contains itself, or the containers have too many paths or too many levels.
     """
     if not isinstance(tree, _CONTAINERS):
         return
@@ -293,6 +302,7 @@ def require_end(name: str, tree: Any) -> None:
     try:
         parts.below(name, tree)
     except RecursionError as error:
+        # ``above`` still has the containers around the deepest one. The outermost key is the shortest to name.
         raise too_deep(next(filter(None, parts.above.values()), "")) from error
 
 
@@ -320,6 +330,7 @@ class _Parts:
         self.above[id(node)] = key
         count = len(node)
         self._once += count
+        # A shared container is walked once, and its count is added for each path that leads to it.
         for step, child in node.items() if isinstance(node, Mapping) else enumerate(node):
             if type(child) not in _WITHOUT_PARTS and isinstance(child, _CONTAINERS):
                 count += self.below(f"{key}.{step}".removeprefix("."), child)
@@ -335,7 +346,10 @@ class _Parts:
 
 _CANNOT = ": it cannot be saved or loaded. Leave it out of the state."
 _MOST_PATHS = 8
-"""Paths to each part, on average, of a state with more than ``FEW`` parts: a pickle takes as many bytes for a part."""
+"""Most paths to a part, on average, in a state with more than ``FEW`` parts.
+
+A load accepts as many paths as a pickle has bytes, and a pickle takes about as many bytes for a part.
+"""
 _CONTAINERS = (Mapping, list, tuple, set, frozenset)
 _WITHOUT_PARTS = PLAIN | {torch.Tensor, torch.nn.Parameter}
 
@@ -349,7 +363,7 @@ def _fits_path(key: Any) -> bool:
 
 
 def _is_walked_list(value: Any) -> bool:
-    """Return whether stock walks a list: it, or a list in it, holds a mapping or a tensor."""
+    """Return whether stock walks a list: the list, or a list in it, holds a mapping or a tensor."""
     return isinstance(value, list) and any(
         is_tensor(child) or isinstance(child, Mapping) or _is_walked_list(child) for child in value
     )
@@ -380,7 +394,7 @@ class LocalSlot:
 
     @classmethod
     def parse(cls, name: str) -> LocalSlot | None:
-        """Return the slot of a name; None if the name has no rank, because all ranks share it."""
+        """Return the slot of a name; None if the name has no rank, since all ranks share the slot."""
         match = _LOCAL.fullmatch(name)
         if match is None:
             return None

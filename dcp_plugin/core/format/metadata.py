@@ -1,10 +1,10 @@
 """DCP's own table of contents, ``.metadata``, written from our index; :mod:`~.stock_metadata` reads it.
 
-The pickle holds five objects for each chunk; making a million of these and pickling them would take longer than the
-rest of a save. All chunks with the same number of dimensions have pickles of the same length that differ only in some
-integers. So :func:`encode` writes one such record opcode by opcode, repeats it as the rows of an array, and fills in
-the integers by column. A test compares the result with
-``pickle.dumps`` of :func:`~dcp_plugin.core.format.stock_objects.metadata_of`.
+The rule: no object per chunk. The pickle holds five objects for each chunk; making and pickling a million of these
+would take longer than the rest of a save. All chunks with equally many dimensions have pickles of the same length that
+differ only in some integers. So :func:`encode` writes one such record opcode by opcode, repeats it as the rows of an
+array, and fills in the integers by column. A test compares the result with ``pickle.dumps`` of
+:func:`~dcp_plugin.core.format.stock_objects.metadata_of`.
 
 *Under other keys.* A framework's own sharded loader looks for the same bytes under other keys. Aliases are additional
 keys in ``.metadata``: Lightning looks for ``optimizer_0.…``. Views are additional ``.metadata`` files in sub-folders:
@@ -40,7 +40,7 @@ from dcp_plugin.core.types import KeyPath, Shape
 
 
 def as_stock_knows_it(index: CheckpointIndex) -> CheckpointIndex:
-    """Return the index without the keys that stock would not have made."""
+    """Return the index without the keys of empty mappings, for which stock makes no keys."""
     if not index.empty:
         return index
     from dcp_plugin.core.format.derived_index import selected  # few states have empty mappings
@@ -63,6 +63,7 @@ def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
     """Return the bytes of ``.metadata`` in the form that stock readers expect."""
     index = as_stock_knows_it(index)
     table, memo = index.table, _Memo()
+    # Keys and files occur once per chunk: each is defined once, and the records refer to its number in the memo.
     keys = np.array([memo.number(key, _text) for key in table.keys], np.uint32)
     files = np.array([memo.number(name, _text) for name in index.file_names], np.uint32)
     dtype_numbers, shapes = table.columns["dtype"].tolist(), table.shapes_of(np.arange(len(table.keys)))
@@ -70,10 +71,11 @@ def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
     is_value = table.columns["dtype"] == NO_TENSOR
     state: list[tuple[bytes | memoryview, ...]] = [()] * len(table.keys)
     storage: list[memoryview] = []
-    for slots, chunks, boxes in table.by_ndim():
+    for slots, chunks, boxes in table.by_ndim():  # the records of a group have equal lengths
         counts = np.diff(table.chunk_starts)[slots]
         offsets, sizes = memo.sizes(boxes[:, 0]), memo.sizes(boxes[:, 1])
         records = _rows(len(chunks), memo.instance(ChunkStorageMetadata, offsets=offsets, sizes=sizes))
+        # The chunk lists of all keys of a group are slices of one buffer: a million keys copy no bytes here.
         listed, ends = records.reshape(-1).data, (np.cumsum(counts) * records.shape[1]).tolist()
         key_of = keys[slots].tobytes()
         for number, (slot, start, end) in enumerate(zip(slots.tolist(), [0, *ends], ends, strict=False)):
@@ -91,6 +93,7 @@ def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
         }
         key = np.repeat(keys[slots], counts)
         info = memo.instance(StorageInfo, **place)
+        # The MetadataIndex of a tensor's chunk has an offset, and that of a value has none.
         for chosen, offset in ((~is_value[slots], {"offset": offsets}), (is_value[slots], {})):
             if chosen.any():
                 record = [*memo.instance(MetadataIndex, fqn=[key], index=[b"N"], **offset), *info]
@@ -115,6 +118,7 @@ def _around_chunks(memo: _Memo, dtype: torch.dtype | None, shape: Shape) -> tupl
         return memo.joined(BytesStorageMetadata), b""
     properties, size = memo.get(dtype, _properties), _plain(torch.Size(shape))
     pickled = memo.joined(TensorStorageMetadata, properties=[properties], size=[size], chunks=[b"](", b"e"])
+    # The list of chunks is the last field, so the last "](" opens it. The records of the chunks go behind this.
     before, opened, behind = pickled.rpartition(b"](")
     return before + opened, behind
 
@@ -131,11 +135,12 @@ def _properties(dtype: torch.dtype) -> bytes:
 
 
 _Fields = list["bytes | memoryview | Column"]
-"""Piece of a pickle: opcodes; a column of int64 is a number in each record, one of uint32 a reference to the memo."""
+"""Pieces of a pickle: opcodes, equal in all records; columns of int64, a number in each record; or columns of uint32, a
+reference to the memo in each record."""
 
 
 class _Memo:
-    """Memo of a pickle: each repeated object is pickled once at the start, and every later use is a reference to it."""
+    """Memo of a pickle: each repeated object is pickled once at the start, and each use is a reference to it."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
@@ -145,6 +150,7 @@ class _Memo:
         if value not in self._numbers:
             number = self._numbers[value] = len(self._numbers)
             body = (pickled or _plain)(value)
+            # LONG_BINPUT stores the object in the memo, and POP takes it off the stack.
             self.definitions += body + b"r" + number.to_bytes(4, "little") + b"0"
         return self._numbers[value]
 
@@ -177,6 +183,7 @@ def _rows(count: int, record: _Fields) -> Column:
         if not isinstance(piece, np.ndarray):
             template += piece
             continue
+        # BININT has 4 bytes, and LONG1 has 8: the short form is used if all numbers of the column fit into it.
         small = piece.min(initial=0) >= -(1 << 31) and piece.max(initial=0) < 1 << 31
         opcode, dtype = (b"J", "<i4") if small else (b"\x8a\x08", "<i8")
         if piece.dtype == np.uint32:
@@ -199,7 +206,8 @@ def _rows(count: int, record: _Fields) -> Column:
 
 
 def _plain(value: Any) -> bytes:
-    """Return the pickle of a small object without frames and memo references, for use inside another pickle."""
+    """Return the pickle of a small object, to be inserted into another pickle."""
+    # Protocol 3 has no frames, and ``fast`` makes no references to a memo. The slice drops PROTO and STOP.
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, 3)
     pickler.fast = True
@@ -208,16 +216,16 @@ def _plain(value: Any) -> bytes:
 
 
 def _text(value: str) -> bytes:
-    """Return :func:`_plain` of a text without a pickler, because every key is such a text."""
+    """Return :func:`_plain` of a text without a pickler, which would cost time for every key."""
     data = value.encode("utf-8", "surrogatepass")
     return b"X" + len(data).to_bytes(4, "little") + data
 
 
 Aliases = Mapping[str, tuple[str, KeyPath]]
-"""Map from a key to another name of the same bytes, and the path of that name. Keys that are not stored are skipped."""
+"""Key -> another name of the same bytes, and the path of that name. Keys that are not stored are skipped."""
 
 Views = Mapping[str, Mapping[str, str]]
-"""Map from a sub-folder to its contents: the name in the checkpoint -> the name in the view."""
+"""Sub-folder -> its contents: the name in the checkpoint -> the name in the view."""
 
 
 def with_aliases(index: CheckpointIndex, aliases: Aliases) -> CheckpointIndex:

@@ -1,12 +1,12 @@
 """Format of a checkpoint whose files are written under their final names, on media without rename.
 
 The save puts one object last, ``.metadata``, and this makes the directory a checkpoint. The object is the pickle that
-stock readers expect, followed by the summary and by an end that names the save; ``pickle`` reads no further than its
-own end. All other objects have the save's token in their names, so that two saves to one path never write to the same
-object: data files are ``__{rank}_{n}-{token}.distcp``, and the index and the files of a framework are in
-``dcp_plugin-{token}/``.
+stock readers expect, then the summary, then an end that names the save. ``pickle`` reads no further than its own end.
 
-The token begins with the time of the save, in milliseconds. So a listing shows which checkpoint is the newest.
+The rule: two saves to one path never write to the same object. All objects except ``.metadata`` therefore have the
+save's token in their names. Data files are ``__{rank}_{n}-{token}.distcp``; the index and the files of a framework are
+in ``dcp_plugin-{token}/``. The token begins with the time of the save, in milliseconds. So a listing shows which
+checkpoint is the newest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TIME_DIGITS, _RANDOM_BYTES = 12, 4
 _TOKEN = rf"[0-9a-f]{{{_TIME_DIGITS + 2 * _RANDOM_BYTES}}}"
 _OWN_NAME = re.compile(rf"(?:{PACKED}(?P<folder>{_TOKEN})/?.*|__\d+_\d+-(?P<data>{_TOKEN}){re.escape(DATA_SUFFIX)})")
 _DATA_NAME = re.compile(rf"__(\d{{1,9}})_(\d{{1,9}})(?:-[0-9a-f]+)?{re.escape(DATA_SUFFIX)}")
-_END = struct.Struct("<II20sI21s")
+_END = struct.Struct("<II20sI21s")  # length of the summary, edition, token, CRC32 of these three, magic
 _MAGIC = b"\ndcp_plugin packed 1\n"
 
 
@@ -32,7 +32,7 @@ def new_token(time: float, of: bytes | None = None) -> str:
     """Return a token for a save that begins at ``time``, in seconds since the epoch.
 
     Args:
-        of: Content of the save, if the same content has to have the same token. Random if None.
+        of: Content of the save: the same content gets the same token. If None, the token is random.
     """
     last = secrets.token_bytes(_RANDOM_BYTES) if of is None else hashlib.sha256(of).digest()[:_RANDOM_BYTES]
     milliseconds = min(max(0, int(time * 1000)), 16**_TIME_DIGITS - 1)
@@ -45,7 +45,7 @@ def time_of(token: str) -> float:
 
 
 def token_in(name: str) -> str:
-    """Return the token of the save that wrote a file of this name (without its folder); empty if the name has none."""
+    """Return the token of the save that wrote a file of this name, given without its folder; empty without a token."""
     match = _OWN_NAME.fullmatch(name)
     return (match["folder"] or match["data"]) if match else ""
 
@@ -75,8 +75,10 @@ def _crc(length: int, edition: int, token: bytes) -> int:
 
 
 def next_edition(last: bytes) -> bytes:
-    """Return the object with another edition number, so that a store gives it another tag; unchanged if it is not
-    packed."""
+    """Return the object with another edition number; unchanged if it is not packed.
+
+    A store gives the changed object another tag, so that a late request of a dead save fails.
+    """
     if end_of(last) is None:
         return last
     length, edition, token, *_ = _END.unpack(last[-END:])
@@ -92,8 +94,7 @@ _AFTER_LAST_KEY = 80
 
 
 def end_of(last: bytes) -> tuple[str, int] | None:
-    """Return the token and the length of the summary from the last bytes of a ``.metadata``; None if it is not
-    packed."""
+    """Return the token and the summary's length, from the last bytes of a ``.metadata``; None if it is not packed."""
     if len(last) < END:
         return None
     length, edition, token, crc, magic = _END.unpack(last[-END:])
@@ -103,5 +104,8 @@ def end_of(last: bytes) -> tuple[str, int] | None:
 
 
 def has_damaged_end(last: bytes) -> bool:
-    """Return whether the last bytes of a ``.metadata``, in which :func:`end_of` found no token, are a damaged end."""
+    """Return whether the last bytes of a ``.metadata``, in which :func:`end_of` found no token, are a damaged end.
+
+    Otherwise the object is of another tool, which has saved to the same path.
+    """
     return _LAST_KEY in last[-END - _AFTER_LAST_KEY - len(_LAST_KEY) :]

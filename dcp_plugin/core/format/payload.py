@@ -1,19 +1,22 @@
 """Item of a data file: a tensor's payload, the bytes around it, and the hashes of both.
 
-An item is a complete ``torch.save`` file: a zip archive of stored records, which are a pickle that describes the
-tensor, a few markers, and the payload, 64-byte aligned. The bytes around the payload, its *frame*, depend on dtype and
-shape alone, so an item is written as ``head + payload + tail`` straight from tensor memory, and the frame is made and
-hashed once per dtype and shape. The archive's CRC fields are zero, as ``torch.save`` writes them under
-``torch.serialization.set_crc32_options(False)``: torch reads them, and never compares them.
-Layout as in ``torch/csrc/.../inline_container.cc``: every record has a data descriptor behind its data, and an
-extra field ``FB`` that pads its local header so that the data is aligned. Archives are limited to 32-bit sizes;
-the planner keeps chunks below that (:data:`MAX_PAYLOAD`).
+An item is a complete ``torch.save`` file, as stock readers expect: a zip archive of stored records. The records are a
+pickle that describes the tensor, a few markers, and the payload, aligned to 64 bytes. The bytes around the payload, its
+*frame*, depend on dtype and shape alone, so the frame is made and hashed once for each of these. An item is written as
+``head + payload + tail`` straight from tensor memory.
 
-The XXH3-64 of each block of a payload, in a row, is the checksum of the item, and decides whether its bytes have
-changed. A block is a 256th of its item, between 64 KiB and 1 MiB: hashes take little space, and the reader of a part of
-an item reads little more than that part. Smaller blocks would be slower to hash, since each is a call of its own.
+The archive's CRC fields are zero, as ``torch.save`` writes them under
+``torch.serialization.set_crc32_options(False)``: torch reads them, and never compares them. The layout is that of
+``torch/csrc/.../inline_container.cc``. Every record has a data descriptor behind its data, and an extra field ``FB``
+that pads its local header, so that the data is aligned. Archives are limited to 32-bit sizes; the planner keeps chunks
+below that (:data:`MAX_PAYLOAD`).
 
-A hash of samples only proves that bytes have changed.
+The checksum of an item is the row of the XXH3-64 of its payload's blocks. The same row decides whether the bytes have
+changed since another save. A block is a 256th of its item, between 64 KiB and 1 MiB. Hashes then take little space, and
+the reader of a part of an item reads little more than that part. Smaller blocks would be slower to hash, since each is
+a call of its own.
+
+A hash of samples (:func:`sample_of`) can only prove that bytes have changed.
 """
 
 from __future__ import annotations
@@ -68,6 +71,7 @@ class BlockHashes:
         while at < len(data):
             part = data[at : at + self._block - self._in_block]
             at += len(part)
+            # A block that arrives in one piece is hashed by one call, without the running hash.
             if len(part) == self._block:
                 self._complete.append(xxh3_64_intdigest(part))
                 continue
@@ -79,7 +83,7 @@ class BlockHashes:
 
     @property
     def row(self) -> list[int]:
-        """Hash of each block, of the last one of its bytes up to now."""
+        """Hash of each block. The hash of the last block covers its bytes up to now."""
         return [*self._complete, self._begun.intdigest()] if self._in_block else self._complete
 
 
@@ -90,7 +94,7 @@ def hashes_in(payload: memoryview) -> list[int]:
 
 
 def frame_hash(running: xxh3_64) -> int:
-    """Return the 32 bits that the index holds of the hash of a frame."""
+    """Return the 32 bits of the hash of a frame that the index holds."""
     return running.intdigest() & 0xFFFFFFFF
 
 
@@ -99,7 +103,7 @@ NO_FRAME = frame_hash(xxh3_64())
 
 
 _WORTH_THREADS = 1 << 20
-_PLACES, _PLACE = 8, 128
+_PLACES, _PLACE = 8, 128  # samples of a tensor, and bytes of each
 
 
 def hashes_of(tensors: Sequence[torch.Tensor], threads: int) -> list[bytes]:
@@ -108,6 +112,7 @@ def hashes_of(tensors: Sequence[torch.Tensor], threads: int) -> list[bytes]:
 
     if sum(tensor.nbytes for tensor in tensors) < _WORTH_THREADS:
         threads = 1
+    # Dealt in turn, largest first, the tensors keep all threads busy about equally long.
     largest_first = sorted(range(len(tensors)), key=lambda slot: tensors[slot].nbytes, reverse=True)
     hashes = [b""] * len(tensors)
 
@@ -128,7 +133,7 @@ def hashes_of(tensors: Sequence[torch.Tensor], threads: int) -> list[bytes]:
 
 
 def sample_of(tensor: torch.Tensor) -> bytes | None:
-    """Return a hash of a few places of a tensor; None if they cannot be read without copying the tensor."""
+    """Return a hash of eight samples of a tensor's bytes; None if they cannot be read without copying the tensor."""
     import torch
 
     from dcp_plugin.core.tensors.host_memory import is_plain_memory, memory_view
@@ -141,7 +146,8 @@ def sample_of(tensor: torch.Tensor) -> bytes | None:
         memory = memory_view(tensor)
         return xxh3_64_digest(b"".join([memory[start : start + _PLACE] for start in starts]))
     data = tensor.view(-1).view(torch.uint8)
-    places = torch.cat([data[start : start + _PLACE] for start in starts]).cpu()  # one copy from the device, not eight
+    # Joined on the device: one copy to the host instead of eight.
+    places = torch.cat([data[start : start + _PLACE] for start in starts]).cpu()
     return xxh3_64_digest(memory_view(places))
 
 
@@ -150,7 +156,7 @@ ALIGNMENT = 64
 MAX_PAYLOAD = 1 << 30
 """Largest payload, in bytes, of an item that this package writes."""
 
-_MOST = (1 << 32) - (1 << 20)  # zip64 begins here; stock writes items of this size
+_MOST = (1 << 32) - (1 << 20)  # larger archives need zip64. A stock item may have more than MAX_PAYLOAD bytes
 
 _BEFORE = ("data.pkl", ".format_version", ".storage_alignment", "byteorder")
 """Records before the payload."""
@@ -178,7 +184,10 @@ class Frame:
         return len(self.head) + self.payload_length + len(self.tail)
 
     def begins(self, item: bytearray) -> bool:
-        """Return whether the first bytes of an item are the head. Its CRC fields may hold anything: they are zeroed."""
+        """Return whether the first bytes of an item are the head. The CRC fields are not compared; ``item`` loses them.
+
+        An item of stock has CRC values there, and an item of this package has zeros.
+        """
         for at in self._crc_at:
             item[at : at + 4] = bytes(4)
         return item == self.head
@@ -190,7 +199,7 @@ def padded(length: _Number) -> _Number:
 
 
 def frame_if_possible(dtype: torch.dtype, shape: Shape) -> Frame | None:
-    """Return the frame, or None for a tensor that torch stores in another form."""
+    """Return the frame; None for a tensor that torch stores in another form."""
     try:
         return frame(dtype, shape)
     except (ValueError, KeyError, RuntimeError):  # too large; of no dtype that torch saves; quantized
@@ -211,6 +220,7 @@ def frame(dtype: torch.dtype, shape: Shape) -> Frame:
     payload_length = torch.Size(shape).numel() * dtype.itemsize
     if payload_length > _MOST:
         raise ValueError(f"an item of {payload_length} bytes is too large for one chunk; the planner splits those.")
+    # Torch pickles an uninitialized tensor. Its memory is never touched: only the size of the payload's record counts.
     records, _ = pickled_parts(torch.empty(shape, dtype=dtype, device="cpu"))
     small = {name: records[name] for name in _BEFORE} | BEHIND
     sizes = [*((name, len(small[name])) for name in _BEFORE), ("data/0", payload_length)]

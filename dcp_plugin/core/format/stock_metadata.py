@@ -1,9 +1,11 @@
-"""Reader of DCP's own table of contents, ``.metadata``: it executes no code, and makes an index of the file.
+"""Reader of DCP's own table of contents, ``.metadata``: it makes an index of the file, and executes no code.
 
 Stock readers unpickle the file directly, so its author runs code on every rank that loads it. Here the pickle becomes
-inert nodes (:mod:`~dcp_plugin.core.format.pickles.nodes`), these are checked, and their numbers become the columns of
-an index. Of the file's objects, only text and bytes are hashed, for which an attacker can make no collisions. Every
-step takes a time that is linear in the file: a list that is named many times counts as many times.
+inert nodes (:mod:`~dcp_plugin.core.format.pickles.nodes`), which are checked. Their numbers become the columns of an
+index.
+
+The rule: no file takes more than linear time. The only hashed objects are text and bytes, for which an attacker can
+make no collisions. A list that the pickle names many times counts as many times.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _MOST_PARTS = 256
 _MOST_TRANSFORMS = 16
 
 _ARGUMENT = "argument"
-"""Kind of the classes and functions of which the only argument counts."""
+"""Kind of the classes and functions that are called with one argument, which stands for the result."""
 _DCP = "torch.distributed.checkpoint"
 _GLOBALS: dict[str, Any] = {
     f"{_DCP}.metadata.Metadata": "Metadata",
@@ -87,7 +89,7 @@ class StockMetadata:
 
 
 def read_index(files: Files, folder: str = "") -> CheckpointIndex:
-    """Return the index of a stock checkpoint, whose items have an unknown inner layout and no checksums.
+    """Return the index of a stock checkpoint. Its items have an unknown inner layout and no checksums.
 
     Args:
         folder: Folder of the checkpoint in ``files``, with a ``/`` at the end. Names of files are relative to it.
@@ -99,7 +101,7 @@ def read_index(files: Files, folder: str = "") -> CheckpointIndex:
 
 
 def index_of(metadata: StockMetadata, files: Files, folder: str = "") -> CheckpointIndex:
-    """Return the index of decoded metadata, as :func:`read_index`. Only the sizes of the data files are read."""
+    """Return the index of decoded metadata, as :func:`read_index`. It reads the sizes of data files, no contents."""
     sizes = {name: _size(files, folder, name) for name in metadata.files}
     index = CheckpointIndex.of(metadata.table, metadata.places, sizes)
     index.validate(f"{files.where}/{folder}".rstrip("/"))
@@ -141,6 +143,8 @@ def _load(data: bytes) -> Any:
 
 
 def _checked(record: Any, nbytes: int) -> StockMetadata:
+    # Each step reads one attribute of all keys or all chunks, and compares the set of their types: no Python code runs
+    # for a single object, of which there are millions.
     attributes = fields(record, "Metadata")
     keys, stored = items_of(attributes["state_dict_metadata"])
     items, places = items_of(attributes["storage_data"])
@@ -165,6 +169,7 @@ def _checked(record: Any, nbytes: int) -> StockMetadata:
     offsets, lengths = columns_of(list(chain.from_iterable(chunks)), "Chunk", "offsets", "sizes")
     box, of_box = _numbers(list(chain.from_iterable(zip(offsets, lengths, strict=True))))
     of_chunk = np.repeat(np.arange(len(keys)), counts)
+    # A chunk has two rows in ``box``, its offsets and its sizes. Both have to have the dimensions of its tensor.
     if (of_box != np.repeat(ndim[of_chunk[is_tensor[of_chunk]]], 2)).any():
         raise ValueError("a chunk and its tensor differ in their dimensions")
     columns: dict[str, Column] = {
@@ -185,7 +190,7 @@ def _are(values: Iterable[Any], *kinds: type) -> bool:
 
 
 def _numbers(rows: Sequence[Any]) -> tuple[Column, Column]:
-    """Return the numbers in tuples, or in calls of torch.Size, end to end, and how many each has."""
+    """Return the numbers in tuples or calls of ``torch.Size``, end to end, and the count of numbers in each."""
     rows = [_argument(row) if type(row) is Node else row for row in rows]
     if not _are(rows, tuple):
         raise ValueError("a shape is not a tuple")
@@ -209,7 +214,10 @@ def _integers(values: list[Any]) -> Column:
 
 
 def _dtypes(properties: Sequence[Any]) -> tuple[list[str], list[int]]:
-    """Return the names of all dtypes, and the number of each tensor's. In all versions it is the first property."""
+    """Return the names of all dtypes, and the number of each tensor's dtype.
+
+    In all versions of torch, the dtype is the first property.
+    """
     states = [state_of(record, "Properties") for record in properties]
     if not _are(states, tuple):
         raise ValueError("a tensor has no properties")
@@ -245,14 +253,15 @@ def _placed(
 
 
 def _found(table: KeyColumns, items: list[Any]) -> Column:
-    """Return for each chunk of a table the number of its item. Raises KeyError if it has none.
+    """Return for each chunk of a table the number of its item. Raises KeyError if a chunk has no item.
 
-    An item is identified by its key and its offsets. Only the bytes of these numbers are hashed.
+    An item is identified by its key and its offsets. They are compared as the bytes of a row of numbers: bytes have no
+    hash collisions that the author of a file could cause.
     """
     keys, offsets = columns_of(items, "Item", "fqn", maybe="offset")
     if not _are(keys, str):
         raise ValueError("the key of an item is not text")
-    slots = np.fromiter((table.slots.get(key, -1) for key in keys), np.int64, len(keys))
+    slots = np.fromiter((table.slots.get(key, -1) for key in keys), np.int64, len(keys))  # -1: ignored below
     starts, counts = _numbers([() if offset is None else offset for offset in offsets])
     order = np.zeros(int(table.chunk_starts[-1]), np.int64)
 
@@ -274,7 +283,8 @@ def _found(table: KeyColumns, items: list[Any]) -> Column:
 
 
 def _rows(slots: Column, offsets: Column) -> list[bytes]:
-    """Return each slot with its offsets as bytes, which are a key for a dict without a tuple of integers."""
+    """Return each slot with its offsets, as bytes."""
+    # A view of each row as one void element makes the bytes of all rows at once.
     rows = np.ascontiguousarray(np.concatenate((slots[:, None], offsets), axis=1))
     rows_as_bytes: list[bytes] = rows.view(f"V{8 * rows.shape[1]}").ravel().tolist()
     return rows_as_bytes
@@ -308,9 +318,9 @@ def _posix_path(record: Any) -> PosixPath:
 
 
 def _planner_data(note: Any, keys: list[str], nbytes: int) -> tuple[dict[str, KeyPath], tuple[Any, ...]]:
-    """Return the paths of keys that differ from the default, as DCP's own planners note them.
+    """Return the paths of keys that differ from the default, and an empty tuple, if DCP's own planner made the note.
 
-    Any other note comes back as the second item, a tuple of one.
+    For any other note, return no paths, and the note as a tuple of one.
 
     Args:
         nbytes: Bytes of the pickle.

@@ -1,7 +1,7 @@
 """DCP's own metadata objects, made from our index and turned into entries of an index.
 
-Only planners and writers of other packages need them, which ``torch.distributed.checkpoint`` drives: an object for each
-chunk of a million chunks costs seconds. Saves and loads of this package use columns.
+They serve planners and writers that ``torch.distributed.checkpoint`` drives. Saves and loads of this package use
+columns, because an object for each of a million chunks costs seconds.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def storage_info(location: Location) -> Any:
 
 
 def planner_paths(planner_data: Any, keys: Collection[str]) -> dict[str, KeyPath] | None:
-    """Return the paths of keys that DCP's own planners note; None if another planner noted something else."""
+    """Return the paths of keys in the note of DCP's own planner; None for the note of another planner."""
     if not isinstance(planner_data, Mapping):
         return None
     is_paths = all(
@@ -75,8 +75,10 @@ def planner_paths(planner_data: Any, keys: Collection[str]) -> dict[str, KeyPath
 
 
 def entries_of(metadata: Metadata, places: Mapping[MetadataIndex, Location]) -> Iterator[tuple[str, Entry]]:
-    """Yield each key of DCP's metadata with its entry, given the places of items. Raises KeyError if an item has no
-    place."""
+    """Yield each key of DCP's metadata with its entry, given the places of items.
+
+    Raises KeyError if an item has no place.
+    """
     for key, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, BytesStorageMetadata):
             yield key, StoredValue(places[MetadataIndex(key)])

@@ -1,10 +1,10 @@
 """``dcp_plugin.json``: the facts that a person needs about a checkpoint before opening it.
 
-Its last key, ``sha256``, is the hash of all bytes before that line. Only fixed characters may follow, so no byte of the
-file changes unnoticed: a changed ``time`` would make ``keep_last`` delete the newest checkpoints.
-
 The rule: a reader reads one format version. A checkpoint of any other version is refused (:class:`OtherFormat`), and
 never taken for a damaged one.
+
+The last key, ``sha256``, is the hash of all bytes before its line, and its value must be followed by fixed characters.
+No byte of the file changes unnoticed: a changed ``time`` would make ``keep_last`` delete the newest checkpoints.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class OtherFormat(CheckpointUnreadable):
 
 @dataclass(frozen=True)
 class Base:
-    """Checkpoint from which the parameters were loaded that another checkpoint leaves out.
+    """Checkpoint with the parameters that another checkpoint leaves out, because they were loaded from it.
 
     ``path`` is its path at the time of the load, and ``fingerprint`` identifies its content.
     """
@@ -93,16 +93,19 @@ MOST_DIFFERING = 20
 class Summary:
     """Content of ``dcp_plugin.json``.
 
-    ``index_sha256`` and ``metadata_sha256`` bind it to the other two files of the same save; ``save_id`` equals the one
-    in the ``storage_meta`` of ``.metadata``. ``kinds`` lists which names of the saved state were a ``module`` and which
-    an ``optimizer``, so that a load under other names can find the only object of its kind. ``optimizers`` has the
-    class of each optimizer by name. ``attached`` lists the extra files of the save. ``base`` is the checkpoint
-    (:class:`Base`) with the parameters that this one leaves out; ``exclude`` lists the globs of keys that were not
-    saved. ``reused`` counts the ``bytes`` and ``items`` that were linked from the checkpoint ``from`` instead of
-    written. ``metrics`` are numbers that belong to the checkpoint, such as its validation loss; not all are finite.
-    ``launch`` names the launch (torchrun's, SLURM's) and the rank that published the checkpoint. ``differing`` has the
-    first :data:`MOST_DIFFERING` keys of parameters or optimizer state that differed between ranks at this save or at an
-    earlier one of the run, with the ranks.
+    - ``index_sha256``, ``metadata_sha256``: hashes of the other two files of the same save
+    - ``save_id``: equal to that in the ``storage_meta`` of ``.metadata``
+    - ``kinds``: ``module`` or ``optimizer`` by the name in the saved state. A load under other names finds the only
+      object of a kind by it.
+    - ``optimizers``: class of each optimizer by name
+    - ``attached``: extra files of the save
+    - ``reused``: the ``bytes`` and ``items`` that were linked from the checkpoint ``from`` instead of written
+    - ``base``: checkpoint (:class:`Base`) with the parameters that this one leaves out
+    - ``exclude``: globs of keys that were not saved
+    - ``metrics``: numbers that belong to the checkpoint, such as its validation loss; also NaN and infinity
+    - ``launch``: the launch (torchrun's, SLURM's) and the rank that published the checkpoint
+    - ``differing``: keys of parameters or optimizer state that differed between ranks, with the ranks, at this save or
+      an earlier one of the run; the first :data:`MOST_DIFFERING`
     """
 
     step: int | None
@@ -156,7 +159,7 @@ class Summary:
             OtherFormat.check(label, entries["format_version"], FORMAT_VERSION, saved_by)
             own_fields = {name: entries[name] for name in cls.__dataclass_fields__ if name in entries}
             summary = cls(**own_fields | {"metrics": decode_metrics(entries.get("metrics", {}))})
-            # These conversions raise for values of other types.
+            # Each conversion raises for a value of another type.
             float(summary.time), int(summary.world_size), int(summary.step or 0), dict(summary.versions)
             bound = (summary.index_sha256, summary.metadata_sha256, summary.save_id)
             if not all(
@@ -183,7 +186,7 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
         metrics: Numbers, or objects that hold one: a tensor or an array of one element.
 
     Raises:
-        SaveFailed: A value is no number, and the message names it; or there are too many, or a name is too long.
+        SaveFailed: A value is no number (the message names it), a name is too long, or there are too many metrics.
     """
     if len(metrics) > MOST_METRICS:
         raise SaveFailed(f"{len(metrics)} metrics are given, but a checkpoint takes at most {MOST_METRICS}")
@@ -225,6 +228,7 @@ def with_hash(content: dict[str, Any]) -> bytes:
 
 def _check_hash(data: bytes, entries: dict[str, Any]) -> None:
     """Check that no byte of a summary of this format has changed since it was written. Raises ValueError."""
+    # Compared as bytes, not as JSON: an added space, or an added key behind the hash, must not go unnoticed.
     body, _, ending = data.rpartition(_HASH)
     if ending == hashlib.sha256(body).hexdigest().encode() + _END:
         return
@@ -257,8 +261,8 @@ def sizes_listed(index: bytes, label: str) -> dict[str, int]:
 def time_after(time: float) -> float:
     """Return the recorded time a millisecond after another one.
 
-    Names in a store have times in milliseconds (:mod:`~dcp_plugin.core.format.packed`). A plain sum of such a time and
-    0.001 is just below the next millisecond in one case of three, and would get the name's time of the earlier save.
+    Names in a store have times in full milliseconds (:mod:`~dcp_plugin.core.format.packed`). In one case of three, the
+    plain sum of a time and 0.001 is just below the next millisecond. Its name would have the time of the earlier save.
     """
     return round(time + 0.001, 6)
 

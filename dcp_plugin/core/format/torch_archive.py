@@ -1,13 +1,13 @@
 """Zip of a ``torch.save`` file: its writer for tensors of any size, and its reader.
 
-The writer writes the tensors one after the other. All sizes are known before the first byte; checksums are known only
-after a record is written, and follow its data. The result is, to the byte, what torch itself writes. ``torch.load``
-computes the offsets of records from the sizes alone, following ``mz_zip_writer_add_mem_ex_v2`` of its miniz.c
-(``_get_offset`` in ``torch/serialization.py``).
+The rule of the writer: the result is, to the byte, what torch itself writes. ``torch.load`` computes the offsets of
+records from their sizes alone (``_get_offset`` in ``torch/serialization.py``, after ``mz_zip_writer_add_mem_ex_v2`` of
+miniz.c). The tensors are written one after the other. All sizes are known before the first byte is written. A checksum
+is known only after its record, and follows the data.
 
-The reader, :class:`Archive`, reads files of others. A record of a zip may be compressed a thousandfold, and records may
-share bytes. Here each record is stored as it is, in bytes of its own, so that what is read is never larger than the
-file. Torch's own reader is not used: it ignores the case of names, and calculates offsets from values in the pickle.
+The rule of the reader, :class:`Archive`: a file never expands to more bytes than it has. A record of a zip may be
+compressed a thousandfold, and many records may share bytes. Here a record must be stored uncompressed, in bytes of its
+own. Torch's own reader is not used: it ignores the case of names, and calculates offsets from values in the pickle.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Record:
     @property
     def header(self) -> bytes:
         """Local header, padded in the extra field ``FB`` so that the data is aligned."""
+        # The extra field has 4 bytes of its own before its padding. CRC and sizes are 0 here: the descriptor has them.
         name, extra = (_ROOT + self.name).encode(), self._extra
         padding = -(self.offset + LOCAL_HEADER.size + len(name) + len(extra) + 4) % _ALIGNMENT
         extra += b"FB" + struct.pack("<H", padding) + b"Z" * padding
@@ -63,6 +64,7 @@ class Record:
         """Return the bytes after the data, which hold its CRC32."""
         if not self.size:
             return b""
+        # A large offset, too, makes miniz write sizes of 64 bits here, and ``torch.load`` counts on it.
         large = max(self.size, self.offset) >= _MOST
         return struct.pack("<IIQQ" if large else "<IIII", 0x08074B50, crc, self.size, self.size)
 
@@ -79,7 +81,7 @@ class Record:
 
     @property
     def crc_at(self) -> int:
-        """Position of the CRC32 in the descriptor of a small record."""
+        """Position of the CRC32 in the descriptor of a record without zip64, whose last 12 bytes are CRC and sizes."""
         return self.end - 12
 
     @property
@@ -128,7 +130,7 @@ class Archive:
         size: Bytes of the file.
 
     Raises:
-        ValueError: A record is compressed, shares bytes with another record, or lies outside of the file.
+        ValueError: A record is compressed, shares bytes with another record, or is outside of the file.
         Exception: The zip is damaged otherwise.
     """
 

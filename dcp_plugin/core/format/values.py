@@ -1,9 +1,9 @@
 """Items that are ``torch.save`` files, as in stock DCP: values, and tensors of a class of their own.
 
-The objects of a value are restricted to those that ``torch.load(weights_only=True)`` accepts and those of
-:mod:`dcp_plugin.core.format.pickles.rebuild`. A tensor is read into a tensor of the same class, or of a class that the
-user has declared safe (``torch.serialization.add_safe_globals``). The file alone never decides the class of an object,
-and no code in it is executed.
+The rule: no code of a file is executed, and the file alone never decides the class of an object. A value may consist of
+the objects that ``torch.load(weights_only=True)`` accepts and of those in
+:mod:`dcp_plugin.core.format.pickles.rebuild`. A tensor may have the classes of its target, or classes that the user has
+declared safe (``torch.serialization.add_safe_globals``).
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ from dcp_plugin.core.paths import public
 from dcp_plugin.core.tensors.kinds import classes_of, copied
 
 _MOST_DIGITS = 611
-"""Digits of the largest integer whose length a pickle gives in one byte."""
+"""Most digits of an integer that a load surely accepts: its pickle gives the length in one byte."""
 _SMALL = 4096
 """Largest value in bytes that :func:`encode` and :func:`decode` cache."""
 SIZED = frozenset({str, bytes, bytearray, np.ndarray})
 """Types of values that may be too large for a pickle, see :func:`why_too_large`."""
 _MOST_IN_PICKLE = 1 << 32
-"""Length in bytes that a text in a pickle of ``torch.save`` has to be below."""
+"""Limit in bytes for one text, bytes or array in a pickle: ``torch.save`` writes its length in 4 bytes."""
 
 
 def encode(value: Any, allow_pickle: bool = False, notes: list[str] | None = None) -> bytes:
     """Return ``value`` as the bytes of an item.
 
     Args:
+        allow_pickle: Accept a value that only ``torch.load(weights_only=False)`` restores.
         notes: List to which a line is added for each object that a load returns as another type.
 
     Raises:
@@ -57,11 +58,13 @@ def encode(value: Any, allow_pickle: bool = False, notes: list[str] | None = Non
         data = _dump(value if plain else _plain(value, notes, {}))
     except (pickle.PicklingError, AttributeError, TypeError, OverflowError, RecursionError) as error:
         raise UnsafeCheckpoint(f"a {type(value).__name__} that cannot be pickled ({error})") from error
+    # A load of the bytes proves that the value is restored. Text and numbers need no proof, except long integers.
     is_large = type(value) is int and abs(value) >= 10**_MOST_DIGITS
     if not allow_pickle and (is_large or type(value) not in PLAIN) and data.startswith(MAGIC):
         is_array = type(value) is np.ndarray and value.ndim and not value.dtype.hasobject
         try:
-            _load(_dump(value[:0]) if is_array else data, [])  # its dtype decides, and its elements take long to load
+            # The dtype of an array decides alone, so an empty part is loaded: a large array would take long.
+            _load(_dump(value[:0]) if is_array else data, [])
         except UnsafeCheckpoint as error:
             raise UnsafeCheckpoint(f"a {type(value).__name__} that no load would accept: {error}") from error
         except Exception as error:
@@ -88,6 +91,7 @@ def decode(key: str, data: bytes, allow_pickle: bool = False, notes: list[str] |
     """Return the value of an item.
 
     Args:
+        allow_pickle: Execute the code that the value names.
         notes: List to which a line is added for each object that becomes a plain value, because its class is not
             imported.
 
@@ -117,7 +121,10 @@ def decode(key: str, data: bytes, allow_pickle: bool = False, notes: list[str] |
 
 
 def on_devices_of(target: Any, value: Any) -> Any:
-    """Return the value with its tensors on the devices of the target's tensors, in lists and tuples that match."""
+    """Return the value with its tensors on the devices of the target's tensors.
+
+    In lists and tuples of equal type and length, the elements are paired.
+    """
     if isinstance(value, torch.Tensor) and isinstance(target, torch.Tensor):
         return value if target.is_meta else value.to(target.device)
     if type(value) is type(target) and type(value) in (list, tuple) and len(value) == len(target):
@@ -160,7 +167,10 @@ def is_plain(value: Any) -> bool:
 
 
 def _is_plain(value: Any, results: dict[int, bool]) -> bool:
-    """Return :func:`is_plain`. ``results`` has those of lists and tuples, by ``id``: a list can be named many times."""
+    """Return :func:`is_plain`. ``results`` has the results for lists and tuples, by ``id``.
+
+    Without it, a value that names a list at every level twice would take exponential time.
+    """
     kind = type(value)
     if kind is not tuple and kind is not list:
         return kind in PLAIN
@@ -171,8 +181,11 @@ def _is_plain(value: Any, results: dict[int, bool]) -> bool:
 
 
 _encoded: dict[bytes, bytes] = {}
-"""Bytes by the pickle, which distinguishes ``1`` from ``True`` and ``0.0`` from ``-0.0``. The same few values occur for
-every parameter of an optimizer, and torch takes a tenth of a millisecond for each."""
+"""Bytes of an item by the pickle of its value, which distinguishes ``1`` from ``True`` and ``0.0`` from ``-0.0``.
+
+The same few values occur for every parameter of an optimizer, and ``torch.save`` takes a tenth of a millisecond for
+each.
+"""
 _decoded: dict[bytes, Any] = {}
 """Values by the bytes of the item."""
 _MOST_KNOWN = 4096
@@ -208,10 +221,10 @@ def _dump(value: Any) -> bytes:
 
 
 def _plain(value: Any, notes: list[str] | None, made: dict[int, Any]) -> Any:
-    """Return a value with paths of other libraries, and URLs, as text, inside the standard containers too.
+    """Return a value with text in place of URLs and of other libraries' paths, also inside standard containers.
 
     Args:
-        made: Results for containers, by ``id``: one can be named many times.
+        made: Results for containers, by ``id``: a value can name a container many times.
     """
     if isinstance(value, os.PathLike) and not isinstance(value, PurePath):
         if notes is not None:
@@ -278,7 +291,7 @@ _PLAIN_TENSOR = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def decode_tensor(data: bytes | bytearray, target: torch.Tensor = _PLAIN_TENSOR) -> Any:
-    """Return the tensor in an item, to be copied into ``target``; it may consist of the classes of the target.
+    """Return the tensor in an item, which may have the classes of the ``target`` that it will be copied into.
 
     Raises:
         UnsafeCheckpoint: The item has another class. The message lacks the key.

@@ -1,8 +1,8 @@
 """The global plan: the boxes of the checkpoint, made from the inventories of all ranks, and the writer of each box.
 
-Ranks may hold different things under a key. The entries with the best :class:`~dcp_plugin.core.types.Standing` count,
-and no rank writes the others. So a value counts where other ranks have None, and so do the keys below a mapping that is
-empty on other ranks.
+Ranks may hold different entries under a key. The rule: the entries with the best
+:class:`~dcp_plugin.core.types.Standing` count, and no rank writes the others. For example, a value counts where other
+ranks have None. The keys below a mapping count where the mapping is empty on other ranks.
 
 A row stands for one chunk on one rank. Rows are sorted by key, position in the tensor and rank. Rows for the same box
 are therefore neighbours, and every later step is one pass of numpy over that order. The sort is the main cost.
@@ -39,8 +39,11 @@ from dcp_plugin.core.types import KeyPath, Standing
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's share of the writing: chunks of its inventory in the order of writing, and the boxes of chunks that
-    the rank writes in part."""
+    """One rank's share of the writing.
+
+    ``chunk`` has the numbers of chunks in the rank's inventory, in the order of writing. ``part``, ``offsets`` and
+    ``sizes`` are about the chunks that the rank writes in part.
+    """
 
     chunk: Column
     part: Column
@@ -73,8 +76,11 @@ class Share:
 
 @dataclass(frozen=True)
 class GlobalPlan:
-    """The table of the checkpoint. For each chunk of the table: its writer, and the number of the source chunk in the
-    writer's inventory."""
+    """The table of the checkpoint, and the writer of each chunk.
+
+    The other columns have a row per chunk of the table: its writer ``rank``, the number ``chunk`` of its source in the
+    writer's inventory, and its box.
+    """
 
     table: KeyColumns
     rank: Column
@@ -86,7 +92,7 @@ class GlobalPlan:
     empty: list[str]
     """Keys of empty mappings."""
     objects: dict[str, tuple[str, str]]
-    """Name -> kind of the module or optimizer, and the classes of the optimizer on all ranks, separated by ``", "``."""
+    """Name -> kind (module or optimizer), and the classes of an optimizer on all ranks, separated by ``", "``."""
     replicas: Sequence[tuple[Column, Column]]
     """:attr:`Share.replica` and :attr:`Share.weight` of each rank."""
 
@@ -115,10 +121,12 @@ def make_global_plan(inventories: Sequence[LocalInventory]) -> GlobalPlan:
     keys = _Keys(inventories)
     everything = _Rows.of(inventories, keys)
     everything.check(keys)
-    may_write = everything.new | everything.any_rank  # of a box not marked any_rank, only the first holder may write
+    # Any holder may write a box that is marked any_rank. For other boxes, the first holder writes.
+    may_write = everything.new | everything.any_rank
     rows = everything.take(may_write, everything.new[may_write])
     first = np.flatnonzero(rows.new)
     boxes = rows.take(first, rows.new[first])
+    # A rank alone writes all boxes as they are, unless a box is too large for an item: nothing has to be balanced.
     if len(inventories) == 1 and (product(boxes.sizes) * keys.itemsize[boxes.key] <= MAX_PAYLOAD).all():
         table, uncut = keys.table(boxes.key, boxes.offsets, boxes.sizes), np.full(len(first), True)
         no_replicas = [(np.empty(0, np.int32), np.empty(0, np.uint64))]
@@ -127,6 +135,7 @@ def make_global_plan(inventories: Sequence[LocalInventory]) -> GlobalPlan:
     from dcp_plugin.core.planning.load_balance import HeldBoxes, assign  # needed if a box has several possible writers
     from dcp_plugin.core.planning.replicas import weights_of
 
+    # The rows of a box follow each other, and so do its possible writers: a box needs only its first row and a count.
     holders = np.diff(first, append=len(rows.new))
     held = HeldBoxes(boxes.sizes, keys.itemsize[boxes.key], first, holders, rows.rank)
     parts = assign(held, boxes.key, _common_ties(everything, rows), len(inventories), MAX_PAYLOAD)
@@ -158,6 +167,7 @@ class _Keys:
         self.dtype, self.ndim = np.zeros(count, np.uint8), np.zeros(count, np.uint8)
         self.shape = np.ones((count, self.width), np.int64)
         stored_whole = np.zeros(count, bool)
+        # In reverse: the lowest rank is the last to set a dtype and a shape, so that it decides.
         reversed_descriptions = list(zip(reversed(self._described), reversed(self.number_in), strict=True))
         for description, numbers in reversed_descriptions:
             stored_whole[numbers[description.stored_whole]] = True
@@ -174,8 +184,10 @@ class _Keys:
         self.objects = self._objects()
 
     def _best_standing(self, count: int) -> Column:
-        """Return the standing of the entries that count, for each key; :data:`_HIDDEN` for an empty entry of which
-        other ranks have keys below."""
+        """Return for each key the standing of the entries that count.
+
+        It is :data:`_HIDDEN` for an empty entry if other ranks have keys below it.
+        """
         standing = np.full(count, _HIDDEN, np.uint8)
         for description, numbers in zip(self._described, self.number_in, strict=True):
             of_parts = np.where(_has_chunks(description), description.standing, _PARTLESS)
@@ -270,7 +282,7 @@ class _Rows:
     any_rank: Column
     is_replica: Column
     tie: Column
-    new: Column
+    new: Column  # the last field: take() does not select from it
 
     @classmethod
     def of(cls, inventories: Sequence[LocalInventory], keys: _Keys) -> _Rows:
@@ -278,14 +290,14 @@ class _Rows:
         for ranks, numbers in zip(keys.ranks.values(), keys.number_in, strict=True):
             description = inventories[ranks[0]].description
             numbers = numbers.astype(np.int32)
-            # A tie of -1 (none) selects the -1 that is appended at the end.
+            # A tie of -1 (no tie) selects the -1 that is appended at the end.
             tie = np.append(numbers, np.int32(-1))[description.tie]
             chunk = np.flatnonzero(keys.rows_of(description, numbers)[description.key]).astype(np.int32)
             key = description.key[chunk]
             of_key = (column[key] for column in (description.any_rank, description.is_replica, tie))
             described = (_widened(description.sizes, keys.width, 1)[chunk], numbers[key], chunk, *of_key)
             repeated = [np.repeat(column, len(ranks), axis=0) for column in described]
-            # Chunk by chunk: already the sorted order if all ranks hold the same keys in the same order.
+            # Chunk by chunk, not rank by rank: this is the sorted order if all ranks hold the same keys in one order.
             offsets = np.stack([_widened(inventories[rank].offsets, keys.width, 0)[chunk] for rank in ranks], axis=1)
             of_rank = np.tile(np.array(ranks, np.int32), len(chunk))
             columns.append([of_rank, offsets.reshape(len(of_rank), keys.width), *repeated])
@@ -293,7 +305,7 @@ class _Rows:
         rank, offsets, sizes, key, chunk, any_rank, is_replica, tie = joined
         start = flat_start(offsets, keys.shape, key)
         rows = cls(key, rank, chunk, offsets, sizes, any_rank, is_replica, tie, np.empty(0))
-        if not _sorted(key, start, rank):
+        if not _sorted(key, start, rank):  # a pass per column, which spares the sort of rows that are in order
             order = order_of(key, start, rank)
             rows, start = rows.take(order, rows.new), start[order]
         new = (np.diff(rows.key, prepend=-1) != 0) | (np.diff(start, prepend=-1) != 0)
@@ -303,7 +315,7 @@ class _Rows:
         """Return the selected rows with new marks."""
         if rows.dtype == bool:
             rows = np.flatnonzero(rows)
-        if np.array_equal(rows, np.arange(len(self.key))):
+        if np.array_equal(rows, np.arange(len(self.key))):  # all rows: no column is copied
             return replace(self, new=new)
         return replace(self, **{field.name: getattr(self, field.name)[rows] for field in fields(self)[:-1]}, new=new)
 
@@ -321,9 +333,10 @@ class _Rows:
         key, new, sizes = self.key[rows] - key_range.start, self.new[rows], self.sizes[rows]
         first = np.flatnonzero(new)
         volumes = totals(product(sizes[first]), key[first], count)
-        same = in_all(sizes == sizes[first][np.cumsum(new) - 1])
+        same = in_all(sizes == sizes[first][np.cumsum(new) - 1])  # as in the first row of the same box
         wrong = np.bincount(key[~same], minlength=count) > 0
         wrong |= volumes != product(shape)
+        # Volumes alone would accept a hole that an overlap makes up for.
         wrong |= ~partitioned(self.offsets[rows][first], sizes[first], shape, key[first], count)
         wrong &= keys.dtype[key_range] != NO_TENSOR
         if wrong.any():
@@ -341,6 +354,7 @@ def _common_ties(rows: _Rows, writers: _Rows) -> dict[int, int]:
 
     A pair counts only if both keys are tied on every rank that has a part of either.
     """
+    # Equal counts of rows, of all rows and of possible writers, show that no rank has a part of one key alone.
     counts = np.stack([np.bincount(selection.key) for selection in (rows, writers)])
     tied = np.flatnonzero(rows.tie >= 0)
     ties: dict[int, int] = {}
@@ -353,6 +367,7 @@ def _common_ties(rows: _Rows, writers: _Rows) -> dict[int, int]:
 
 def _sorted(*columns: Column) -> bool:
     """Return whether rows are in ascending order of the columns; the first column is the primary key."""
+    # A row is in order if the first column rises, or if it stays and the columns behind it rise.
     rising = np.ones(max(len(columns[0]) - 1, 0), bool)
     for column in reversed(columns):
         step = np.diff(column)
@@ -361,23 +376,28 @@ def _sorted(*columns: Column) -> bool:
 
 
 _HIDDEN, _PARTLESS = 255, 254
-"""In place of a standing: no rank writes anything under the key; no rank has a part of the tensor."""
+"""Marks in place of a standing: no rank writes anything under the key; no rank has a part of the tensor."""
 
 
 def _has_chunks(described: Description) -> Column:
-    """Return a mask of the keys of which the rank has a part. A LocalShardsWrapper without shards knows neither shape
-    nor dtype."""
+    """Return a mask of the keys of which the rank has a part.
+
+    The shape and dtype of other keys may be placeholders, as those of a LocalShardsWrapper without shards.
+    """
     return np.bincount(described.key, minlength=len(described.keys)) > 0
 
 
 def above_others(keys: Collection[str], others: Iterable[str], per_rank: Collection[str]) -> list[str]:
-    """Return those of ``keys`` that have others below them. The entries of the ranks in a value of which each rank has
-    its own (``per_rank``) do not count."""
+    """Return those of ``keys`` that have ``others`` below them.
+
+    Below a name of ``per_rank``, each rank has an entry under its number. These entries do not count.
+    """
     ordered = sorted(others) if keys else []
     return [key for key in keys if _has_below(f"{key}.", ordered, key in per_rank)]
 
 
 def _has_below(front: str, ordered: list[str], is_per_rank: bool) -> bool:
+    # All keys with a common start are neighbours in sorted order.
     at = bisect.bisect(ordered, front)
     while at < len(ordered) and ordered[at].startswith(front):
         if not (is_per_rank and ordered[at].removeprefix(front).partition(".")[0].isdecimal()):

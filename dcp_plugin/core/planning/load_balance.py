@@ -1,10 +1,13 @@
 """Assignment of boxes to writers: each byte is written once, and the ranks that hold it write about equally much.
 
 Boxes held by the same ranks (replicas: DDP, HSDP, replicated norms) form a tape. The tapes with the fewest holders are
-assigned first. Each tape fills up the least loaded of its holders to a common level. The small boxes of a tape come
-first and are never cut. The large boxes follow: they are laid end to end and cut where a holder reaches the level,
-which evens out the differences that the small boxes made. So at most ``holders - 1`` boxes of a tape are cut. If all
-ranks hold everything, no rank writes more than its share plus :data:`MIN_SPLIT`.
+assigned first. Each tape fills up the least loaded of its holders to a common level:
+
+1. The small boxes of the tape are assigned. They are never cut.
+2. The large boxes are laid end to end, and cut where a holder reaches the level. This evens out the differences that
+   the small boxes made. At most ``holders - 1`` boxes of a tape are cut.
+
+If all ranks hold everything, no rank writes more than its share plus :data:`MIN_SPLIT`.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from dcp_plugin.core.format.columns import Column, product, ranges
 from dcp_plugin.core.types import Shape
 
 MIN_SPLIT = 1 << 18
-"""Boxes below this many bytes are not cut: an item costs about as much as writing 100 KiB."""
+"""Boxes of fewer bytes are not cut: an item costs about as much as writing 100 KiB."""
 
 _GRAIN = 1 << 16
 """Precision of a cut, in bytes: a row longer than this is cut itself."""
@@ -33,7 +36,7 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 class HeldBoxes:
     """Different boxes and their holders: ``ranks[first[i] : first[i] + count[i]]`` hold box ``i``, ascending.
 
-    ``ranks`` consists of these slices only, in the order of the boxes.
+    ``ranks`` consists of these slices in the order of the boxes, and of nothing more.
     """
 
     sizes: Ints
@@ -49,7 +52,7 @@ class HeldBoxes:
 
 @dataclass(frozen=True)
 class BoxPart:
-    """A part of a box, contiguous in its memory: all dimensions before the first that is cut are 1."""
+    """A part of a box, contiguous in its memory: all sizes before the first cut dimension are 1."""
 
     offsets: Shape
     sizes: Shape
@@ -60,8 +63,11 @@ class BoxPart:
         return prod(self.sizes) * self.itemsize
 
     def divide(self, at: int) -> tuple[list[BoxPart], list[BoxPart]]:
-        """Return two lists of parts that together are this part. The first list has ``at`` bytes, give or take half of
-        ``_GRAIN``."""
+        """Return two lists of parts that together are this part. The first has ``at`` bytes, give or take half a grain.
+
+        A cut between two rows of the first dimension is enough if rows are short. Otherwise the row at ``at`` is itself
+        divided.
+        """
         dim = next((dim for dim, size in enumerate(self.sizes) if size > 1), None)
         if dim is None:
             return ([self], []) if 2 * at > self.nbytes else ([], [self])
@@ -96,13 +102,15 @@ class BoxPart:
 
 
 Cuts = dict[int, list[tuple[int, BoxPart]]]
-"""Parts of each cut box, in order, each with the position of its writer among the holders of the box."""
+"""Number of a cut box -> its parts in order, each with the position of its writer among the holders of the box."""
 
 
 @dataclass(frozen=True)
 class BoxParts:
-    """The parts to write, sorted by box: the box, the position of the writer among its holders, and the place in the
-    box."""
+    """The parts to write, sorted by box.
+
+    A row has the number of the box, the position of the writer among its holders, and the place in the box.
+    """
 
     box: Ints
     holder: Ints
@@ -140,8 +148,10 @@ def _balance_without(held: HeldBoxes, skipped: Column, world_size: int, max_byte
 
 
 def _with_ties(parts: BoxParts, key_of_box: Ints, ties: Mapping[int, int]) -> BoxParts:
-    """Assign the boxes of each tied key like those of its first key: same cuts, same ranks. The writer then has both
-    and writes their bytes once."""
+    """Assign the boxes of each tied key like those of its first key: same cuts, same ranks.
+
+    The writer then has both, and writes their bytes once.
+    """
     if not ties:
         return parts
     copies = []
@@ -173,6 +183,7 @@ def balance_load(held: HeldBoxes, world_size: int, max_bytes: int) -> BoxParts:
         holders = held.ranks[held.first[tape[0]] :][: held.count[tape[0]]]
         small = tape[nbytes[tape] < MIN_SPLIT]
         large = tape[nbytes[tape] >= MIN_SPLIT]
+        # The small boxes are laid end to end, and the middle of a box decides on which side of an edge it is.
         middles = np.cumsum(nbytes[small]) - nbytes[small] / 2
         edges = _edges(loads[holders], nbytes[small].sum())
         holder[small] = np.searchsorted(edges, middles)
@@ -183,6 +194,7 @@ def balance_load(held: HeldBoxes, world_size: int, max_bytes: int) -> BoxParts:
         for position, part in (taken for parts in cuts_of_tape.values() for taken in parts):
             loads[holders[position]] += part.nbytes
         cuts.update(cuts_of_tape)
+    # Balancing may leave parts that are too large for an item.
     for box in np.flatnonzero(nbytes > max_bytes).tolist():
         pieces = cuts.get(box) or [(int(holder[box]), _entire(held, box))]
         cuts[box] = [(position, small) for position, part in pieces for small in part.at_most(max_bytes)]
@@ -190,12 +202,9 @@ def balance_load(held: HeldBoxes, world_size: int, max_bytes: int) -> BoxParts:
 
 
 def _tapes(held: HeldBoxes, world_size: int) -> Iterator[Ints]:
-    """Yield groups of boxes that the same ranks hold, in ascending number of holders. Boxes with a single holder are
-    left out.
-
-    Each rank has a random 64-bit number. Two sets of ranks count as equal if the sums of their numbers are equal. The
-    sums cost one numpy pass over the ranks; comparing the sets would cost a Python loop over the boxes.
-    """
+    """Yield groups of boxes that the same ranks hold, fewest holders first, without boxes of a single holder."""
+    # Each rank has a random 64-bit number. Sets of ranks count as equal if the sums of their numbers are. The sums cost
+    # one numpy pass over the ranks; comparing the sets would cost a Python loop over the boxes.
     shared = np.flatnonzero(held.count > 1)
     if not len(shared):
         return
@@ -208,8 +217,10 @@ def _tapes(held: HeldBoxes, world_size: int) -> Iterator[Ints]:
 
 
 def _edges(loads: Ints, total: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return the positions at which to cut ``total`` bytes, one stretch per holder, so that the least loaded holders
-    reach a common level."""
+    """Return the positions at which to cut ``total`` bytes into one stretch per holder.
+
+    With their stretches, the least loaded holders reach a common level. Other holders get empty stretches.
+    """
     # Like filling water into vessels: with the n least loaded holders, the level is (total + their loads) / n. The n
     # holders to fill are those whose load is below that level.
     filled = np.sort(loads)
@@ -220,6 +231,7 @@ def _edges(loads: Ints, total: int) -> np.ndarray[Any, np.dtype[np.float64]]:
 
 def _cut(held: HeldBoxes, tape: Ints, edges: np.ndarray[Any, Any], holder: Ints) -> Cuts:
     """Lay boxes end to end and assign the bytes between two edges to one holder. Return the boxes that were cut."""
+    # A box first gets the holder of its first byte. Then the boxes with an edge inside are divided at the edges.
     nbytes = held.nbytes[tape]
     ends = np.cumsum(nbytes)
     starts = ends - nbytes
@@ -240,6 +252,7 @@ def _cut(held: HeldBoxes, tape: Ints, edges: np.ndarray[Any, Any], holder: Ints)
 
 
 def _divide(parts: list[BoxPart], at: int) -> tuple[list[BoxPart], list[BoxPart]]:
+    # BoxPart.divide() for consecutive parts.
     for number, part in enumerate(parts):
         if at < part.nbytes:
             before, after = part.divide(max(at, 0))

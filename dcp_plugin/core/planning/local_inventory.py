@@ -1,9 +1,9 @@
-"""The chunks that one rank holds.
+"""The chunks that one rank holds, in columns.
 
-:class:`LocalInventory` lists the chunks in columns. Under FSDP, TP or HSDP thousands of ranks hold the same keys, with
-chunks of the same sizes at different offsets. The ranks therefore send a common :class:`Description` once, and each
-rank sends only its offsets, counted in chunks. On a regular mesh these are many equal numbers, which compress to a few
-bytes. This module does not depend on meshes or placements: a rank with an irregular layout sends its own description.
+The rule: nothing here depends on meshes or placements. Under FSDP, TP or HSDP thousands of ranks hold the same keys,
+with chunks of the same sizes at different offsets. One rank of these sends the common :class:`Description`, and each
+rank sends its offsets, counted in chunks. On a regular mesh these are many equal numbers, which compress to a few
+bytes. A rank with an irregular layout sends a description of its own.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS, memory_of
 from dcp_plugin.core.types import EncodedValue, Flat, KeyPath, LocalChunk, Shape, ShardedValue, Standing
 
 OfKey = tuple[torch.dtype | None, Shape, bool, bool, Sequence[Sequence[Any]]]
-"""A rank's entry under a key: dtype (None if it is no tensor), shape, ``any_rank`` (true if every holder may write it),
-``stored_whole`` (true if its chunks must not be cut), and the chunks, which start with offsets and sizes. A tuple and
-no dataclass, because a state has thousands of entries."""
+"""A rank's entry under a key, a tuple because a state has thousands of entries. Its elements: the dtype (None for a
+value that is no tensor), the shape, ``any_rank`` (every holder may write it), ``stored_whole`` (its chunks must not be
+cut), and the chunks. A chunk starts with offsets and sizes."""
 
 VALUE: OfKey = (None, (), False, False, (((), ()),))
 
@@ -44,17 +44,23 @@ class Holdings:
     replicas: Collection[str] = ()
     """Keys whose bytes should be equal on all ranks that hold them: parameters, and the state of optimizers."""
     drifted: bool = False
-    """True if replicas have differed: then the lowest rank that holds a box writes it, so that weights and moments come
-    from one rank."""
+    """True if replicas have differed. The lowest rank that holds a box then writes it.
+
+    The weights and the moments in the checkpoint are then of one rank.
+    """
 
 
 @dataclass(frozen=True, eq=False)
 class Description:
     """A rank's inventory without the offsets.
 
-    Columns with a row per key: ``dtype``, ``ndim``, ``shape`` (padded with 1), ``any_rank``, ``stored_whole``, ``tie``
-    (the number of an earlier key with the same memory, or -1), ``standing`` (:class:`~dcp_plugin.core.types.Standing`),
-    ``is_replica`` (true if ranks with the same chunk should hold the same bytes).
+    Columns with a row per key:
+
+    - ``dtype``, ``ndim``, ``shape`` (padded with 1), ``any_rank``, ``stored_whole``
+    - ``tie``: the number of an earlier key with the same memory, or -1
+    - ``standing``: the :class:`~dcp_plugin.core.types.Standing`
+    - ``is_replica``: true if ranks with the same chunk should hold the same bytes
+
     Columns with a row per chunk: ``key`` (the key's number) and ``sizes``.
     """
 
@@ -80,7 +86,7 @@ class Description:
     def digest(self) -> bytes:
         names = [self.keys, self.paths, list(map(str, self.dtypes)), self.objects, self.per_rank]
         digest = hashlib.blake2b(json.dumps(names).encode(), digest_size=16)
-        for column in (getattr(self, of.name) for of in fields(self)[5:]):
+        for column in (getattr(self, of.name) for of in fields(self)[5:]):  # the fields from ``dtype`` on are columns
             digest.update(str(column.shape).encode() + column.tobytes())
         return digest.digest()
 
@@ -97,7 +103,8 @@ class LocalInventory:
         return hashlib.blake2b(self.description.digest + self.offsets.tobytes(), digest_size=16).digest()
 
     def pack_offsets(self) -> bytes:
-        """Compress the offsets, as multiples of the sizes plus remainders. On a regular mesh all remainders are 0."""
+        """Compress the offsets."""
+        # Multiples of the sizes, and remainders: on a regular mesh all remainders are 0, and the multiples are alike.
         return zlib.compress(np.stack(np.divmod(self.offsets, np.maximum(self.description.sizes, 1))).tobytes())
 
     @classmethod
@@ -169,7 +176,7 @@ class LocalInventory:
 
 
 def ties_of(state: Flat) -> dict[str, str]:
-    """Return a dict from each tied key to the first key whose tensor is the same memory."""
+    """Return a dict from each tied key to the first key whose tensor has the same memory."""
     tensors = [(key, value, value.chunks) for key, value in state.items() if isinstance(value, ShardedValue)]
     begins = [_begin_of(chunks) for _, _, chunks in tensors]
     # Only tensors that begin at the same address can be tied. memory_of() is slow, so other tensors skip it.

@@ -1,18 +1,20 @@
 """The plan of a save: from the inventories of all ranks, the items that each rank writes.
 
-The ranks make it with a :class:`PlanExchange`, which exchanges a few digests per rank if the plan has not changed, and
-little more otherwise:
+The rule: a save whose plan has not changed exchanges only digests. :class:`PlanExchange` has two steps:
 
-1. Each rank sends four digests: of the plan that it remembers, of its description, of its inventory, and of the values
-   that should be equal on all ranks (:class:`~dcp_plugin.core.state.across_ranks.RankLocal`). If the last digests
-   differ, the ranks compare the values key by key and start again. With the digests it sends a number with which rank 0
-   compares replicas (:mod:`~dcp_plugin.core.planning.replicas`). The digest of the new plan follows from the
-   inventories of all ranks. If every rank remembers that plan, the exchange ends here.
+1. Each rank sends its *claim*: four digests, and a number. The digests are those of the plan that it remembers, its
+   description, its inventory, and the values that should be equal on all ranks
+   (:class:`~dcp_plugin.core.state.across_ranks.RankLocal`). Rank 0 computes the digest of the new plan from the digests
+   of all inventories. If every rank remembers that plan, the exchange ends here.
 2. Otherwise rank 0 chooses one rank for each description. The chosen ranks send their description, and all ranks send
-   their offsets. Rank 0 returns to each rank its share of the writing, and the ranks compare their replicas.
+   their offsets. Rank 0 makes the plan and sends each rank its share of the writing.
 
-The digests cover everything that the metadata depends on: keys and their paths, dtypes, shapes, boxes, kinds, ties.
-They do not cover the bytes of values, whose lengths may change from save to save.
+Two comparisons use the claims. If the digests of values differ, the ranks compare the values key by key, and start
+again. If the numbers do not add up to 0, replicas of the remembered plan differ
+(:mod:`~dcp_plugin.core.planning.replicas`). For a new plan, the ranks send such numbers once it is made.
+
+The digests cover all inputs of the metadata: keys and their paths, dtypes, shapes, boxes, kinds, ties. The bytes of
+values are not covered: their lengths may change from save to save.
 """
 
 from __future__ import annotations
@@ -47,15 +49,16 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
     """Describe leaves for the planner: tensors as the chunks on this rank, anything else as bytes.
 
     Raises:
-        CheckpointMismatch: Tensors cannot be stored, because neither they nor their parts have memory. The message
-            names the first ten.
-        UnsafeCheckpoint: Only executing pickled code would restore some values. The message names the first ten.
+        CheckpointMismatch: Some leaves cannot be stored, such as tensors without memory. The message names the first
+            ten.
+        UnsafeCheckpoint: Some values could be restored only by executing pickled code. The message names the first ten.
     """
     flat: Flat = {}
     unsafe: list[str] = []
     misfits: list[str] = []
     changed: list[str] = []
-    same: dict[int, EncodedValue] = {}  # the same objects repeat for every parameter of an optimizer's group
+    # Results by the ``id`` of a leaf: the same objects repeat for every parameter of an optimizer's group.
+    same: dict[int, EncodedValue] = {}
     for key, leaf in leaves.items():
         if id(leaf) in same:
             flat[key] = same[id(leaf)]
@@ -124,8 +127,7 @@ def narrow(value: ShardedValue, key: str, box: ChunkStorageMetadata) -> torch.Te
 
 
 def _part_of(chunk: LocalChunk, box: ChunkStorageMetadata, stored_whole: bool) -> torch.Tensor:
-    """Return the part of a chunk inside a box. For the complete chunk this is its tensor, since not every class can
-    narrow."""
+    """Return the part of a chunk inside a box; for a complete chunk its tensor, because not every class can narrow."""
 
     def cut(view: torch.Tensor) -> torch.Tensor:
         for dim, (at, size, origin) in enumerate(zip(box.offsets, box.sizes, chunk.offsets, strict=True)):
@@ -138,7 +140,7 @@ def _part_of(chunk: LocalChunk, box: ChunkStorageMetadata, stored_whole: bool) -
     return narrowed(chunk.tensor, cut) if stored_whole else cut(chunk.tensor)
 
 
-DIGEST = 12  # bytes: four of these and the sum, pickled, stay below 96
+DIGEST = 12  # bytes of a digest; a claim, pickled, stays below 96 bytes
 _SUM = 8
 
 
@@ -167,11 +169,10 @@ class _Digests(NamedTuple):
 def items_to_write(plan: RankPlan, state: Flat) -> list[NewItem]:
     """Return the items that this rank writes by its plan.
 
-    No DCP objects are made: for small tensors, these would cost more time than the writing.
-
     Args:
         state: The state that the inventory of the plan describes.
     """
+    # No DCP objects are made for complete chunks: for small tensors, these would cost more time than the writing.
     held: list[NewItem] = []
     for key, value in state.items():
         if isinstance(value, EncodedValue):
@@ -187,6 +188,7 @@ def items_to_write(plan: RankPlan, state: Flat) -> list[NewItem]:
         box = ChunkStorageMetadata(torch.Size(offsets[: len(extent)]), torch.Size(sizes[: len(extent)]))
         part = _part_of(LocalChunk(begin, extent, cast(torch.Tensor, data)), box, False)
         items[at] = NewItem(key, part, tuple(box.offsets), tuple(box.sizes))
+    # A chunk that is stored whole becomes an item of torch.save, which counts its bytes. No such chunk is cut.
     stored_whole = {key for key, value in state.items() if isinstance(value, ShardedValue) and value.stored_whole}
     for at, (key, data, *box) in enumerate(items) if stored_whole else ():
         if key in stored_whole and is_stored_whole(data):
@@ -199,7 +201,7 @@ def items_to_write(plan: RankPlan, state: Flat) -> list[NewItem]:
 
 @dataclass(frozen=True)
 class PlanAnswer:
-    """The answer of rank 0 to the claims of all ranks, with the digest of the plan that follows from these."""
+    """The answer of rank 0 to the claims of all ranks. ``digest`` is that of the plan for these claims."""
 
     digest: bytes
     describers: list[int] | None
@@ -211,15 +213,18 @@ class PlanAnswer:
 
 
 def differ(sums: Sequence[int]) -> bool:
-    """Return whether any replicas differ, given the number of each rank
-    (:meth:`~dcp_plugin.core.planning.replicas.LocalReplicas.sum`)."""
+    """Return whether any replicas differ.
+
+    Args:
+        sums: The number of each rank, :meth:`~dcp_plugin.core.planning.replicas.LocalReplicas.sum`.
+    """
     return sum(sums) % (1 << 8 * _SUM) != 0
 
 
 class PlanExchange:
-    """Planner for the saves of a group of ranks; it remembers the last plan.
+    """Planner for the saves of a group of ranks. It remembers the last plan.
 
-    A save combines the claims of all ranks into the answer of rank 0, and then asks every rank for its plan.
+    A save combines the claims of all ranks into the answer of rank 0. Then every rank calls :meth:`plan`.
 
     Example:
         >>> import torch
@@ -245,6 +250,7 @@ class PlanExchange:
             doubtful: Digest of the state that should be equal on all ranks that have it.
             replicas: Returns the sum of the replicas of the remembered plan.
         """
+        # The remembered plan knows the chunks that other ranks hold as well, provided that this inventory is its own.
         last, total = self._last, 0
         if replicas is not None and last is not None and last.inventory.digest == inventory.digest:
             total = replicas(last.replicas)
@@ -264,7 +270,7 @@ class PlanExchange:
         return PlanAnswer(digest, None if is_remembered else list(first.values()), have_doubts, drifted)
 
     def plan(self, step: str, ranks: Ranks, inventory: LocalInventory, answer: PlanAnswer) -> RankPlan:
-        """Return the plan that all ranks remember, or make it. Collective in the latter case."""
+        """Return the plan that all ranks remember, or make a new plan. Collective if it makes one."""
         self.repeated = answer.describers is None
         if answer.describers is not None:
             self._last = self._make(step, ranks, inventory, answer.digest, answer.describers)

@@ -1,18 +1,18 @@
 """Reads that several ranks share: replicas (DDP, HSDP) read each byte once and broadcast it.
 
-Replicas want the same parts of the same stored chunks in the same order. The ranks compare digests of the reads that
-they want, in two classes: under HSDP the ranks of one mesh column want the same shards, and all ranks want the same
-replicated tensors. Ranks with equal digests form a group. Each rank of the group divides the list of reads by the same
-rule, without communication.
+The rule: no rank waits for bytes that another rank could not read. The steps:
 
-All ranks first read their parts into their own tensors and agree that no read failed. Only then do they broadcast, so
-no rank waits for bytes that another rank could not read. The broadcast proceeds in windows of bounded size. In a
-window, each rank sends its parts to all other ranks of its group, which balances the load. Large parts move from the
-memory of one target directly into the memory of the others.
+1. The ranks compare digests of the reads that they want. Ranks with equal digests form a group: replicas want the same
+   parts of the same stored chunks in the same order. There are two classes of reads. Under HSDP, the ranks of one mesh
+   column want the same shards, and all ranks want the same replicated tensors.
+2. Each rank of a group divides the list of reads by the same rule, without communication. It reads its parts into its
+   own tensors. All ranks agree that no read failed.
+3. The ranks broadcast in windows of bounded size. In a window, each rank sends its parts to all other ranks of its
+   group, which balances the load. Large parts move from the memory of one target directly into that of the others.
 
-On one host sharing does not pay, however slow the storage is: the page cache serves the second reader of a byte. With
-an object store sharing always pays, because an object store has no cache. So the medium tells how many hosts must want
-the same bytes before ``"auto"`` shares them (:attr:`~dcp_plugin.core.media.medium.ReadCost.hosts`).
+On one host sharing does not pay, however slow the storage is: the page cache serves the second reader of a byte. An
+object store has no cache, so sharing always pays. The medium therefore knows how many hosts must want the same bytes
+before ``"auto"`` shares them (:attr:`~dcp_plugin.core.media.medium.ReadCost.hosts`).
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _MAX_MESSAGE = 8 << 20
 """Largest message, in bytes."""
 
 _ALONE = 256 << 10
-"""Bytes from which a part is a message by itself. Such a message needs no copy and no buffer."""
+"""Bytes from which on a part is a message by itself. Such a message needs no copy and no buffer."""
 
 _TENSOR_ALIGNMENT = 16
 
 
 def least_hosts(policy: bool | Literal["auto"], many: int, hosts: int) -> float:
-    """Return how many hosts must want the same bytes for the ranks to share the reading; infinity if they never share.
+    """Return the number of hosts that must want the same bytes before ranks share reads; infinity to share none.
 
     Args:
         policy: ``io.broadcast`` of the configuration.
@@ -112,7 +112,7 @@ class BroadcastRead:
         def wants() -> tuple[str, list[bytes]]:
             for item in plan.items:
                 target = self._planner.resolve_tensor(item)
-                if is_stored_whole(target):
+                if is_stored_whole(target):  # its bytes are no memory that could be sent
                     self._mine.append(item)
                 else:
                     classes[self._planner.fills_whole_tensor(item)].append(_Read(item, target.detach()))
@@ -140,6 +140,8 @@ class BroadcastRead:
         return classes
 
     def _pass_window(self, step: str, window: list[_Read], group: list[int]) -> None:
+        # A message is a large target itself, or a stretch of the buffer for targets that are small or not plain memory.
+        # The sender fills its stretches before the exchange, and the others empty them afterwards.
         messages = list(_messages(window))
         self._reserve(sum(map(_room, messages)))
         at = end = 0
@@ -165,8 +167,7 @@ class BroadcastRead:
                 read.target.copy_(memory)
 
     def _reserve(self, size: int) -> None:
-        """Allocate the buffer of a window. Later windows reuse it: the system takes as long to provide fresh memory as
-        six copies into it take."""
+        """Allocate the buffer of a window. Later windows reuse it: fresh memory costs as much time as six copies."""
         if len(self._memory) < size:
             self._memory = host_bytes(size)
 
@@ -188,8 +189,10 @@ def _digest(reads: list[_Read]) -> bytes:
 
 
 def _shared(group: list[int], reads: list[_Read]) -> _Shared:
-    """Assign each read to a rank of the group. A rank gets a stretch of the list, so that most bytes of the system's
-    read-ahead are bytes that the same rank wants."""
+    """Assign each read to a rank of the group.
+
+    A rank gets a stretch of the list. Most bytes of the system's read-ahead are then bytes that the same rank wants.
+    """
     remaining = sum(read.nbytes for read in reads)
     assigned = []
     for number, rank in enumerate(group):
@@ -239,8 +242,9 @@ def _part_of(read: _Read, offsets: Shape, sizes: Shape) -> _Read:
 
 
 def _windows(reads: list[_Read]) -> Iterator[list[_Read]]:
-    """Yield windows of :data:`_WINDOW` bytes and at most one part more. In each window all ranks send about equally
-    much."""
+    """Yield windows of :data:`_WINDOW` bytes and at most one part more. All ranks send about equally much in each."""
+    # Each part is placed at the count of bytes that its reader has before it. Sorted by this place, the parts of all
+    # readers alternate.
     ends: dict[int, int] = defaultdict(int)
     placed = []
     for read in reads:
@@ -255,8 +259,7 @@ def _windows(reads: list[_Read]) -> Iterator[list[_Read]]:
 
 
 def _messages(window: list[_Read]) -> Iterator[list[_Read]]:
-    """Yield the messages of a window, equal on all ranks: one for each large read, one for all small reads of a
-    reader."""
+    """Yield the messages of a window, equal on all ranks: each large read, and all small reads of a reader together."""
     small: dict[int, list[_Read]] = defaultdict(list)
     for read in window:
         if read.nbytes >= _ALONE:

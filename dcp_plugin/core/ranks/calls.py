@@ -1,9 +1,8 @@
 """A call that all ranks make together, such as a save: the arguments that must be equal, and the caller's line.
 
-If ranks made different calls, each would misread the messages of the others, and a checkpoint could mix two steps. So
-each rank sends a digest of its call with the first message of every exchange
-(:mod:`dcp_plugin.core.ranks.collectives`). While a rank waits, a warning names the ranks that have not arrived and the
-line of the caller.
+If ranks made different calls, each would misread the messages of the others, and a checkpoint could mix two steps. Each
+rank sends a digest of its call before its results (:mod:`dcp_plugin.core.ranks.rank_group`). While a rank waits, a
+warning names the ranks that have not arrived and the line of the caller.
 """
 
 from __future__ import annotations
@@ -59,13 +58,14 @@ class Call:
 
     def digest(self, step: str) -> int:
         """Return 8 bytes that identify this call and a step of it, as an integer."""
+        # The first key alone, which is the path without links: different links to it give equal digests.
         text = f"{verb_of(step)} {''.join(self.keys[:1])}"
         return int.from_bytes(
             hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=8).digest(), signed=True
         )
 
     def still_waiting(self, missing: str) -> str:
-        """Return a sentence that names the missing ranks. It has no question if all ranks have joined this call."""
+        """Return a sentence that names the missing ranks. It asks if they make this call, unless all have joined it."""
         return f"still waiting for {missing}" + ("." if self.has_met else f"; does every rank {self.action}?")
 
     def report(self, missing: str) -> None:
@@ -96,7 +96,7 @@ class Call:
 
 
 def verb_of(step: str) -> str:
-    """Return the first word of a step such as "write run/step-10". The other words may differ between ranks."""
+    """Return the first word of a step such as "write run/step-10". The path in it may differ between ranks."""
     return step.partition(" ")[0]
 
 

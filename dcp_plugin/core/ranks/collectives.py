@@ -1,8 +1,10 @@
 """Work that ranks do together: every rank gets the result, or every rank raises.
 
 The rule of this module: a bare collective never follows work that may fail on one rank alone. Such work runs inside a
-method of :class:`Ranks`, which turns an exception on any rank into the same exception on all ranks. Without this rule,
+method of :class:`Ranks`, which turns an exception on any rank into the same exception on all ranks. Without the rule,
 the other ranks would wait in a collective that the failed rank never joins.
+
+Stages of saves and loads receive a :class:`Ranks` and do not ask how many processes it is.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ class Ranks:
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
         self.launch: Launch | None = None
-        """The launch of this process, if its processes are several and have no process group; else None."""
+        """The launch of this process if it has several processes without a process group; else None."""
 
     @property
     def usable(self) -> bool:
@@ -99,7 +101,7 @@ class Ranks:
         return combine([work()])
 
     def scatter(self, step: str, work: Callable[[], T], combine: Callable[[list[T]], list[R]]) -> R:
-        """Do the same as :meth:`combine`, but return on rank ``i`` item ``i`` of the list that ``combine`` returned."""
+        """Do the same as :meth:`combine`, but rank ``i`` returns only item ``i`` of the list that ``combine`` made."""
         return combine([work()])[0]
 
     def agree(self, step: str, work: Callable[[], T]) -> T:
@@ -110,9 +112,9 @@ class Ranks:
         return own_result[0]
 
     def all_come_to(self, step: str, within: float) -> bool:
-        """Return whether every rank calls this within ``within`` seconds. If not, the group is closed.
+        """Return whether every rank calls this within ``within`` seconds. If one does not, the group is closed.
 
-        A rank in the middle of another step, such as a save, counts as absent; its collective fails.
+        A rank in the middle of another step, such as a save, counts as absent. Its step fails.
         """
         return True
 

@@ -16,10 +16,10 @@ from dcp_plugin.core.ranks.launcher import this_launch, warn_without_group
 
 
 def of_default_group(timeout: float, patience: float | None = None) -> Ranks:
-    """Put all ranks of the default process group into a new gloo group; without one, return this process alone.
-    Warn if its launcher has started several processes.
+    """Return a new gloo group of all ranks of the default process group. Collective.
 
-    Collective.
+    Without a default group, or with a group of one rank, return this process alone. Warn if its launcher has started
+    several processes that have no group.
 
     Args:
         timeout: Seconds after which a collective of the group fails.
@@ -58,7 +58,7 @@ class RankGroups:
 
     @property
     def held(self) -> int:
-        """Number of groups to leave: those of several processes, unless the default group is gone."""
+        """Number of usable groups of several processes, which :meth:`close` leaves."""
         return sum(ranks is not None and ranks.size > 1 and ranks.usable for ranks in (self.known, self._aside))
 
     def main(self) -> Ranks:
@@ -95,8 +95,8 @@ class RankGroups:
 
 
 def _refuse_differences(settings: list[dict[str, Any]]) -> None:
-    """Check that all ranks have the same settings. With different settings, ranks would wait for each other in
-    different collectives.
+    """Check that all ranks have the same settings. Ranks with different settings would wait for each other in different
+    collectives.
 
     Raises:
         CheckpointMismatch: Settings differ. The message names the first rank that differs from rank 0.

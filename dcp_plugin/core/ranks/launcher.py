@@ -1,7 +1,7 @@
 """The launch of this process, read from the environment variables of torchrun, srun and mpirun.
 
-If a script forgets ``init_process_group``, each rank runs independently. Checkpoints and reservations record launch and
-rank, so that a rank detects another rank of the same launch that uses the same root.
+If a script forgets ``init_process_group``, each rank runs independently, and all may save to the same root. Checkpoints
+and reservations record launch and rank, by which a rank detects another rank of its launch in the same root.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ _LAUNCHERS = (
     ("srun", ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID"), ("SLURM_JOB_ID", "SLURM_STEP_ID")),
     ("mpirun", ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMIX_NAMESPACE",)),
 )
-"""Launcher, the variables that it sets (rank and world size first), and variables that distinguish launches. The first
-launcher whose variables are set started this process: torchrun may run inside of srun. A batch script of SLURM has no
-step, and runs only once for any number of tasks."""
+"""Launcher, the variables that it sets (rank and world size first), and variables that distinguish launches.
+
+The order matters, since torchrun may run inside of srun: the first launcher whose variables are set is the one that
+started this process. ``SLURM_STEP_ID`` is required because a batch script of SLURM has the other variables and no step,
+and runs only once for any number of tasks."""
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 

@@ -1,10 +1,14 @@
 """A meeting of all ranks before they make a separate group, which names a missing rank within the timeout.
 
 Torch waits for each rank in turn when it makes a group. It does not name the missing rank, or names it only to the next
-rank, and a hanging host of the store makes all ranks hang for ever. So each rank first records its name in the store of
-the default process group. The last rank that arrives ends the meeting. The first rank whose timeout is over also ends
-it, with the names of the missing ranks. A rank that arrives later reads these names and fails at once, instead of
-waiting for ranks that have left. In both cases all ranks read the same end, and their counts of meetings stay equal.
+rank. If the host of the store hangs, all ranks hang for ever. In a meeting:
+
+- Each rank records its name in the store of the default process group.
+- The last rank that arrives ends the meeting.
+- The first rank whose timeout is over also ends it, with the names of the missing ranks. A rank that arrives later
+  reads these names and fails at once, instead of waiting for ranks that have left.
+
+In both cases all ranks read the same end, and their counts of meetings stay equal.
 
 A rank makes four short requests to the store. It searches for missing names only if some ranks are missing.
 """
@@ -52,6 +56,7 @@ def meet(timeout: float) -> None:
     """
     world = dist.group.WORLD
     assert world is not None, "there is a default process group"
+    # Each meeting has its own keys in the store: the end of an earlier meeting must not end this one.
     number = _held[world] = _held.get(world, 0) + 1
     meeting = _Meeting(default_store(), f"dcp_plugin/meeting/{number}", dist.get_rank(), dist.get_world_size(), timeout)
     grace = lambda: _GRACE if meeting.is_present else 0.0  # noqa: E731
@@ -130,7 +135,8 @@ class _Meeting:
         if not self._has_ended(deadline):
             missing = self._missing(self._size - store.add(f"{self._key}/come", 0))
             if missing:
-                store.compare_set(end, "", missing)  # the first end that a rank sets is valid for all ranks
+                # The first end that a rank sets is valid for all ranks, so they cannot disagree about it.
+                store.compare_set(end, "", missing)
             else:  # the last rank is arriving at this moment
                 store.wait([end], timedelta(seconds=_GRACE / 2))
         text = store.get(end)

@@ -1,11 +1,12 @@
 """Collectives of several ranks, after which every rank has the result, or every rank has raised.
 
-The timeout of the group detects a rank that died or hangs; :class:`RankFailure` then names the step. The group is a
-separate gloo group, so that a background save cannot interfere with the trainer's collectives.
+The group is a gloo group of its own, so that a background save cannot interfere with the trainer's collectives. Its
+timeout detects a rank that died or hangs; :class:`RankFailure` then names the step.
 
-Before ranks exchange anything, each rank sends rank 0 a digest of 8 bytes for its call
-(:class:`~dcp_plugin.core.ranks.calls.Call`). If the digests differ, all ranks raise a :class:`CheckpointMismatch` that
-names two different calls.
+A ``combine`` has three exchanges. First, each rank sends rank 0 a digest of 8 bytes for its call
+(:class:`~dcp_plugin.core.ranks.calls.Call`), and rank 0 answers if all are equal. Then each rank sends its result, or
+its failure as a value. Last, rank 0 combines the results and sends the outcome to all. If the digests differ, all ranks
+raise a :class:`CheckpointMismatch` that names two different calls.
 """
 
 from __future__ import annotations
@@ -110,6 +111,7 @@ class RankGroup(Ranks):
     def all_come_to(self, step: str, within: float) -> bool:
         timeout, self._timeout = self._timeout, min(self._timeout, within)
         try:
+            # A call of its own: its digest differs from that of a save, so a rank inside of a save counts as absent.
             with together(Call(step, f"is about to {step}", [step])):
                 self.agree(step, lambda: None)
         except CheckpointError:
@@ -123,6 +125,7 @@ class RankGroup(Ranks):
 
         def pass_on() -> None:
             under_way = []
+            # All transfers start before the first wait. Each message has a tag, since one sender may have several.
             for tag, (sender, message) in enumerate(messages):
                 if sender == self.rank:
                     under_way += [dist.isend(message, group=self._group, group_dst=to, tag=tag) for to in peers]
@@ -143,9 +146,10 @@ class RankGroup(Ranks):
         if results is None:
             return own.failure, None
         failed = {rank: result for rank, result in enumerate(results) if isinstance(result, _Failure)}
+        # combine() may fail as well, on rank 0 alone, so its failure is sent like a result.
         return own.failure, _merge(failed) if failed else _to_send(Attempt.of(lambda: combine(results)))
 
-    # The collectives. An exception inside a collective means that a rank is gone, never that its work failed.
+    # The methods below communicate. An exception in them means that a rank is gone, never that its work has failed.
 
     def _gather(self, step: str, value: Any) -> list[Any] | None:
         """Return the values of all ranks on rank 0, and None on other ranks.
@@ -223,9 +227,10 @@ class RankGroup(Ranks):
     def _refuse_other_calls(self, step: str, call: Call) -> None:
         """Exchange the descriptions of calls whose digests differ.
 
+        Equal calls may have different digests: links give one path different names.
+
         Raises:
-            CheckpointMismatch: The calls differ. Equal calls may have different digests, through links to the same
-                path.
+            CheckpointMismatch: The calls differ.
         """
         calls: list[Any] = [None] * self.size
         self._collective(step, lambda: dist.all_gather_object(calls, (call.what, call.keys, step), group=self._group))
@@ -234,14 +239,15 @@ class RankGroup(Ranks):
             raise CheckpointMismatch(difference)
 
     def _send_to_zero(self, data: bytes, lengths: list[int]) -> list[Any] | None:
-        """Gather messages of different lengths on rank 0. ``gather_object`` would pad all messages to the longest, and
-        first exchange all lengths between all ranks.
+        """Gather messages of different lengths on rank 0. ``gather_object`` would first exchange all lengths between
+        all ranks, and pad all messages to the longest.
 
         Args:
             lengths: On rank 0, the lengths of all messages. An empty message represents None.
         """
         if self.rank > 0:
             if data:
+                # A bytearray, because torch warns of memory that cannot be written.
                 dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), group=self._group, group_dst=0)
             return None
         buffers = [host_bytes(length) for length in lengths]
@@ -277,7 +283,8 @@ def _to_send(attempt: Attempt[Any]) -> Any:
 
 
 def _unwrap(step: str, outcome: Any, own_failure: Exception | None) -> Any:
-    """Return an outcome, or raise it if it is a failure. Its cause is the failure of this rank, if it says more."""
+    """Return an outcome, or raise it if it is a failure. The cause is this rank's own exception, unless the outcome
+    already contains its message."""
     if isinstance(outcome, _Failure):
         is_included = isinstance(own_failure, CheckpointError) and str(own_failure) in outcome.text
         raise outcome.to_error(step) from (None if is_included else own_failure)
@@ -329,8 +336,7 @@ def _difference(calls: list[tuple[str, tuple[str, ...], str]]) -> str:
 
 
 def _merge(failed: dict[int, _Failure]) -> _Failure:
-    """Merge the failures of several ranks into one, of their common class if they have one. Name at most eight
-    ranks."""
+    """Merge the failures of several ranks into one of their common class. The message names at most eight ranks."""
     kinds = {failure.kind for failure in failed.values()}
     ranks_by_text = by_text({rank: [failure.text] for rank, failure in failed.items()})
     messages = [f"{name_of(ranks)}: {text}" for text, ranks in ranks_by_text.items()]

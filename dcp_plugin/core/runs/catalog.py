@@ -1,7 +1,8 @@
 """Catalogue of the checkpoints of a run: list them, and find the newest.
 
-The rule: a search changes no checkpoint, and needs no torch. :mod:`dcp_plugin.core.media.disk.commit` explains how a
-checkpoint becomes complete, and how a crash is recovered from.
+The rule: a search changes no checkpoint, and needs no torch. An unreadable path never counts as absent, because it may
+hold the newest checkpoint. :mod:`dcp_plugin.core.media.disk.commit` explains how a checkpoint becomes complete, and how
+a crash is recovered from.
 """
 
 from __future__ import annotations
@@ -42,25 +43,25 @@ def latest(
 ) -> Path | str | None:
     """Return the newest checkpoint at or below ``root`` that a training can resume from; never a torn one.
 
-    A committed checkpoint with files that were truncated or lost later, for example by an interrupted copy, is passed
-    over with a warning in the log. Checkpoints that Lightning (a ``.ckpt`` file), Accelerate or
-    ``transformers.Trainer`` saved without this package count, under any name, if they have the state of a training.
+    A committed checkpoint with lost or truncated files, as an interrupted copy leaves it, is passed over with a warning
+    in the log. Checkpoints that Lightning (a ``.ckpt`` file), Accelerate or
+    ``transformers.Trainer`` saved without this package count under any name, if they have the state of a training.
     Weights alone do not count.
 
     Args:
         root: The directory, or the URL of a prefix, to search up to six directories deep.
         storage_options: Access to the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
-        local_dir: The ``keeper.dir`` of the runs. Then complete saves in it on this host count, too, by the path that
-            they would have; a load with the same ``keeper.dir`` finds them.
+        local_dir: The ``keeper.dir`` of the runs. Complete saves in it on this host then count, too, by the path that
+            they would have. A load with the same ``keeper.dir`` finds them.
 
     Returns:
-        The checkpoint's path, or its URL as a ``str``; None if no checkpoint can be resumed from. If only checkpoints
-        of other tools exist, and none can be resumed from, a ``UserWarning`` names them.
+        The checkpoint's path, or its URL as a ``str``; None if no checkpoint can be resumed from. A ``UserWarning``
+        names checkpoints of other tools if these are the only ones, and none can be resumed from.
 
     Raises:
-        CheckpointUnreadable: ``root`` cannot be read; or an entry below it cannot, and no complete checkpoint is in the
-            same directory as that entry or above it. Transient errors are raised after 10 s. Or another version of
-            this package has saved the newest checkpoint, in a format that this one does not read.
+        CheckpointUnreadable: ``root`` cannot be read. Or an entry below it cannot be read, and no complete checkpoint
+            is in the same directory as that entry or above it. Or another version of this package has saved the newest
+            checkpoint, in a format that this one does not read. Transient errors are raised after 10 s.
 
     Example:
         >>> import dcp_plugin
@@ -113,7 +114,7 @@ def list_checkpoints(
     Args:
         root: The directory, or the URL of a prefix, to search up to six directories deep. Links are not followed.
         storage_options: Access to the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
-        local_dir: The ``keeper.dir`` of the runs. Then saves that only this host has in it are listed, too, with
+        local_dir: The ``keeper.dir`` of the runs. Saves that only this host has in it are then listed, too, with
             ``tier="local"``.
 
     Returns:
@@ -187,10 +188,10 @@ def first_usable(paths: Iterable[W], examine: Callable[[W], T]) -> tuple[T | Non
     """Return the result of ``examine`` for the first path that it accepts, and its errors for the paths before.
 
     Returns:
-        The result, None if ``examine`` accepts no path; and the errors.
+        The result and the errors. The result is None if ``examine`` accepts no path.
 
     Raises:
-        OtherFormat: Raised by ``examine``: a run must not resume from an older checkpoint.
+        OtherFormat: ``examine`` has raised it. The run must not resume from an older checkpoint instead.
     """
     refused: list[CheckpointError] = []
     patience = Patience()
@@ -208,7 +209,7 @@ def first_usable(paths: Iterable[W], examine: Callable[[W], T]) -> tuple[T | Non
 
 @dataclass(frozen=True)
 class Newest:
-    """Newest checkpoint that can be resumed from, and newer ones that cannot, newest first."""
+    """Newest checkpoint that can be resumed from, and the newer ones that are passed over, newest first."""
 
     path: Where | None
     passed_over: list[CheckpointState | Saved]
@@ -258,7 +259,8 @@ def find_newest(
         scan = Scan(as_path(root), others=True, patience=patience)
         candidates = list(filter(may_count, [*scan.checkpoints(), *local]))
         newest, complete = newest_among(candidates, tools, patience)
-        if complete and (newest.path is not None or scan.is_stable):  # else the scan may have missed a newer one
+        # Otherwise another process has deleted or replaced a checkpoint, and the scan may have missed a newer one.
+        if complete and (newest.path is not None or scan.is_stable):
             break
     unreadable = {**scan.unreadable, **newest.unreadable}
     refuse_unreadable(unreadable, candidates, tools, patience)
@@ -279,7 +281,7 @@ def newest_among(
     tools: Collection[str] = RESUMABLE,
     patience: Patience | None = None,
 ) -> tuple[Newest, bool]:
-    """Return the newest candidate that can be resumed from, and whether no candidate was deleted before its check."""
+    """Return the newest candidate that can be resumed from, and True if no candidate was deleted before its check."""
     patience = patience or Patience()
     passed_over: list[CheckpointState | Saved] = []
     unreadable: dict[Where, CheckpointUnreadable] = {}
@@ -307,7 +309,7 @@ def refuse_unreadable(
     tools: Collection[str],
     patience: Patience,
 ) -> None:
-    """Refuse to pass over an unreadable entry, unless a complete checkpoint is in its directory or above it.
+    """Raise the error of an unreadable entry, unless a complete checkpoint is in its directory or above it.
 
     Log one warning for the entries that are passed over.
 
@@ -337,7 +339,7 @@ def warn_of_unreadable(unreadable: Mapping[Where, CheckpointUnreadable]) -> None
 
 
 def _examined(candidate: CheckpointState | Saved, tools: Collection[str]) -> CheckpointState | Saved | None:
-    """Return a candidate with the reason why it cannot be resumed from, if any; None for a file without a training.
+    """Return a candidate, with the reason if it cannot be resumed from. Return None for a file without a training.
 
     Raises:
         CheckpointNotFound: Another process deleted the candidate during the check.
@@ -356,7 +358,7 @@ def _examined(candidate: CheckpointState | Saved, tools: Collection[str]) -> Che
 
 
 def was_published(state: CheckpointState | Saved) -> bool:
-    """Return whether ``state`` is a checkpoint that was published, not an interrupted save or an export of weights."""
+    """Return whether ``state`` is a published checkpoint. An interrupted save is none, and no export of weights."""
     if isinstance(state, Saved):
         return not (state.interrupted or state.export)
     in_flight = is_workspace(state.path.parent.name) and state.path.suffix != ".aside"

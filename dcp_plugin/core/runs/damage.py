@@ -1,12 +1,12 @@
 """Quarantine of damaged checkpoints: a damaged checkpoint stays in place, and no later start loads it.
 
 A quarantined checkpoint keeps its name and gets a file with the reason (``dcp_plugin.damaged``). A directory with that
-file counts as no checkpoint: ``latest`` and every automatic resume pass over it, no retention policy counts or deletes
-it, and a save to the same name replaces it. Deleting the file ends the quarantine.
+file counts as no checkpoint. ``latest`` and every automatic resume pass over it. No retention policy counts or deletes
+it. A save to the same name replaces it. Deleting the file ends the quarantine.
 
-Only the load of an automatic resume may quarantine a checkpoint. The checkpoint must be of this package, and its bytes
-must differ from those that were saved. A file system that fails to read
-(:class:`~dcp_plugin.CheckpointUnreadable`), and a state that does not fit, are no reasons.
+The rule: no load but that of an automatic resume quarantines a checkpoint. The checkpoint must be of this package, and
+its bytes must differ from those that were saved. A file system that fails to read
+(:class:`~dcp_plugin.CheckpointUnreadable`) is no reason, and neither is a state that does not fit.
 """
 
 from __future__ import annotations
@@ -29,16 +29,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dcp_plugin")
 
 _chosen: dict[Where, bool] = {}
-"""Checkpoints chosen by automatic resumes of this process. True if an integration loads them; see
-:func:`note_chosen`."""
+"""Checkpoint chosen by an automatic resume of this process -> True if an integration loads it (:func:`note_chosen`)."""
 
 
 def note_chosen(path: PathLike, by_framework: bool = True) -> None:
     """Record that an automatic resume has chosen a checkpoint, which its load may quarantine.
 
     Args:
-        by_framework: An integration chose it, and loads it by ``Internals.restore``. Otherwise the caller got the
-            path, and may load it by either method.
+        by_framework: True if an integration chose it, and loads it by ``Internals.restore``. If False, the caller got
+            the path, and may load it by either method.
     """
     _chosen[as_path(path)] = by_framework
 
@@ -47,14 +46,15 @@ def note_chosen(path: PathLike, by_framework: bool = True) -> None:
 def quarantine_damaged(ranks: Ranks, path: PathLike, restores: bool) -> Iterator[None]:
     """Quarantine a damaged checkpoint if the enclosed load is that of an automatic resume. Collective.
 
-    Some frameworks cannot continue with an older checkpoint after a failed load, but their next start does. A resume
-    ends with its first successful load; an integration may need several loads.
+    The error is raised all the same: some frameworks cannot continue with an older checkpoint after a failed load. The
+    next start takes an older checkpoint. A caller's resume ends with its first successful load. An integration may need
+    several loads, so each of its loads counts.
 
     Args:
         restores: The load is :meth:`~dcp_plugin.checkpointer.Internals.restore`, which integrations call.
 
     Raises:
-        CheckpointCorrupt: The error of the load; with a note if the checkpoint is quarantined.
+        CheckpointCorrupt: The error of the load, with a note if the checkpoint is quarantined.
     """
     checkpoint_path = as_path(path)
     try:
@@ -73,8 +73,10 @@ def quarantine_damaged(ranks: Ranks, path: PathLike, restores: bool) -> Iterator
 def set_aside(path: Where, error: CheckpointCorrupt) -> bool:
     """Quarantine a checkpoint whose load failed with ``error``, if the checkpoint is damaged. On rank 0.
 
+    If the directory is not writable, the damage is only logged.
+
     Returns:
-        True if the checkpoint is damaged. If the directory is not writable, the damage is only logged.
+        True if the checkpoint is damaged.
     """
     if not _is_damage(path, error):
         return False

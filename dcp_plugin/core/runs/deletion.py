@@ -1,6 +1,6 @@
-"""Deletion of checkpoints, and of nothing else.
+"""Deletion of checkpoints. The rule: nothing but a checkpoint is deleted.
 
-Every deletion for a policy, a framework or a user goes through :func:`remove`.
+Every deletion for a policy, a framework or a user therefore goes through :func:`remove`, which refuses other paths.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ logger = logging.getLogger("dcp_plugin")
 def prune(newest: Where, keep_last: int | Retention) -> None:
     """Delete the checkpoints in the folder of ``newest``, which has just been saved, that ``keep_last`` does not keep.
 
-    Checkpoints of other tools stay, and so does a checkpoint of this package to whose path another tool has saved. So
-    do parts of the same checkpoint, such as ``checkpoint-5/model`` beside ``checkpoint-5/optimizer``.
+    These stay: checkpoints of other tools; a checkpoint of this package to whose path another tool has saved; and parts
+    of the same checkpoint, such as ``checkpoint-5/model`` and ``checkpoint-5/optimizer``.
     """
     policy = keep_last if isinstance(keep_last, Retention) else Retention(newest=int(keep_last))
     by_names = policy.every_steps is None and policy.best is None
     found = _states_in(newest.parent, by_names)
+    # The checkpoint that was just saved counts as the newest: the recorded time of another one may be in the future.
     states = [replace(state, time=float("inf")) if path == newest else state for path, state in found.items()]
     in_folder_of_step = step_in_name(newest.parent) is not None
     doomed = policy.select(states)
@@ -63,7 +64,7 @@ def rotate(oldest_first: Iterable[Where], keep: int, remove_one: Callable[[Where
 
 
 def remove_all(paths: Iterable[Where], remove_one: Callable[[Where], None]) -> None:
-    """Delete checkpoints. Log failures: the newer checkpoint is published, and old ones do no harm."""
+    """Delete checkpoints, and log failures: the newer checkpoint is published, and old ones do no harm."""
     for path in paths:
         try:
             remove_one(path)
@@ -72,13 +73,13 @@ def remove_all(paths: Iterable[Where], remove_one: Callable[[Where], None]) -> N
 
 
 def remove(path: PathLike) -> None:
-    """Delete a checkpoint of this package or another tool, complete or torn, or a link to one; refuse other paths.
+    """Delete a checkpoint of this package or another tool, complete or torn, or a link to one. Refuse other paths.
 
-    At no moment does a partly deleted directory count as a checkpoint.
+    A partly deleted directory never counts as a checkpoint.
 
     Raises:
-        CheckpointError: The path is no checkpoint, or one of another version of this package; or the file system
-            failed. The checkpoint is unchanged.
+        CheckpointError: The path is no checkpoint, the checkpoint is of another version of this package, or the file
+            system failed. The checkpoint is unchanged.
         CheckpointUnreadable: The file system fails to read it.
     """
     where = as_path(path)
@@ -87,7 +88,7 @@ def remove(path: PathLike) -> None:
 
 
 def refuse_other_things(path: Where) -> None:
-    """Refuse to delete a path that is no checkpoint, or one of another version. Raise the errors of :func:`remove`."""
+    """Raise the errors of :func:`remove` for a path that is no checkpoint, or a checkpoint of another version."""
     if _is_other_thing(path):
         raise CheckpointError(
             f"{path} is no checkpoint, and is not deleted. Name a checkpoint: dcp_plugin.list_checkpoints(root) has "
@@ -98,7 +99,7 @@ def refuse_other_things(path: Where) -> None:
 
 
 def _is_other_thing(path: Where) -> bool:
-    """Return whether something is at a path, and is no checkpoint.
+    """Return whether a path exists and is no checkpoint.
 
     Raises:
         CheckpointUnreadable: The file system fails to read it.
@@ -121,8 +122,8 @@ def link(path: PathLike, target: PathLike) -> None:
     """Make ``path`` a link to a checkpoint, in place of the present link or checkpoint.
 
     Raises:
-        CheckpointError: ``path`` is no checkpoint, or one of another version of this package; or the file system
-            failed. ``path`` is unchanged.
+        CheckpointError: ``path`` is no checkpoint, the checkpoint is of another version of this package, or the file
+            system failed. ``path`` is unchanged.
     """
     where = as_path(path)
     if not is_link(where):
@@ -138,8 +139,8 @@ def _states_in(folder: Where, by_names: bool) -> dict[Where, CheckpointState]:
     """Return the complete checkpoints of this package directly in a folder, without those that cannot be read.
 
     Args:
-        by_names: Read no summary where names of files show the time, and that the checkpoint is complete. Steps and
-            metrics of such checkpoints are unknown.
+        by_names: Read no summary of a checkpoint if names of files show its time and that it is complete. Its step and
+            its metrics are then unknown.
 
     Raises:
         OSError: The folder cannot be listed.

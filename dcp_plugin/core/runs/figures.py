@@ -1,12 +1,13 @@
-"""Figures of the saves of a run: JSON lines in the workspace beside its checkpoints.
+"""Figures of the saves of a run: JSON lines in the workspace next to its checkpoints.
+
+The rule: no save depends on figures. Errors are logged, and lines that cannot be read are ignored.
 
 Rank 0, or its keeper, records each save that is published or has failed. A line has the fields of the event
 (:mod:`dcp_plugin.core.events`; ``bytes`` and ``bytes_reused`` of all ranks), the metrics, the run, the save, and a
 column for each figure of the ranks. The newest lines stay when checkpoints are deleted.
 
-The rule: no save depends on figures, and no save reads them. On a disk a save appends a line to one file. In a store,
-which cannot append, it puts an object of its own, and :func:`compact` joins these. Lines that cannot be read are
-ignored. The names do not end as those of the records of saves do, which saves delete.
+On a disk, a save appends a line to one file. A store cannot append: each save puts an object, and :func:`compact` joins
+the objects. Their names do not end like those of the records of saves, which saves delete.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ SUFFIX = ".figures"
 NAME = f"saves{SUFFIX}"
 MOST_SAVES = 2000
 _SLACK = 200
-"""Number of lines above :data:`MOST_SAVES` at which a save writes the file again, so that few saves do."""
+"""Lines above :data:`MOST_SAVES` at which a save shortens the file: one save in so many rewrites it."""
 _MOST_BYTES = 8 << 20
 _STREAMS = 16
 _AT_END = os.O_WRONLY | os.O_APPEND | os.O_CREAT
@@ -55,7 +56,7 @@ _lines: dict[Path, int] = {}
 
 
 def this_run() -> str:
-    """Return the identity of the run of this process. A forked process is another run."""
+    """Return the identity of this process's run. A forked process is another run."""
     return f"{_LOADED}-{os.getpid()}"
 
 
@@ -114,7 +115,8 @@ def _append(workspace: Path, line: bytes) -> None:
     if file not in _lines:
         data = _read(workspace).get(NAME, b"")
         _lines[file] = data.count(b"\n")
-        line = b"\n" + line if data and not data.endswith(b"\n") else line  # a process died during a write
+        # A process that died during a write has left a line without an end: this line must not be joined to it.
+        line = b"\n" + line if data and not data.endswith(b"\n") else line
     with posix.OwnFolder(workspace) as folder, open(folder.open(NAME, _AT_END), "ab") as end:
         end.write(line)  # a single write: lines of other processes do not mix with it
         nbytes = end.tell()
@@ -136,8 +138,8 @@ def newest_lines(data: bytes, most_bytes: int) -> bytes:
 def compact(folder: Where) -> None:
     """Join the objects that saves have written for the checkpoints in a folder of a store. Log errors.
 
-    The joined object has a new name. So two processes that compact at the same time do not delete each other's object,
-    or an object that a save has written since.
+    The joined object has a new name, and only the objects that were read are deleted. Two processes may therefore
+    compact at the same time: no object of the other, and none that a save has written since, is deleted.
     """
     workspace = workspace_in(folder)
     objects = _read(workspace)
@@ -151,9 +153,9 @@ def compact(folder: Where) -> None:
 
 
 def read(*folders: Where) -> list[dict[str, Any]]:
-    """Return the lines about the saves of the checkpoints in folders, oldest first; their values are not validated.
+    """Return the lines about the saves of the checkpoints in folders, oldest first. Their values are not validated.
 
-    If several lines describe the same save, the newest counts.
+    The newest of several lines about the same save counts.
     """
     return _parsed(data for folder in folders for place in workspaces_in(folder) for data in _read(place).values())
 

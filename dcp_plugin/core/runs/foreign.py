@@ -1,4 +1,6 @@
-"""Checkpoints that Lightning, Accelerate and transformers saved without this package, and which can be resumed from.
+"""Checkpoints that Lightning, Accelerate and transformers saved without this package, and that can be resumed from.
+
+The rule: detection unpickles nothing. It reads names of files, the name of a zip's first record, and text in a pickle.
 
 A checkpoint to resume from has the state of a training: an optimizer, a schedule, random streams. Weights alone do not
 count. The contents decide, never the name.
@@ -11,8 +13,6 @@ Accelerate      ``random_states_0.pkl``, ``optimizer.bin``, …         ``random
 transformers    ``trainer_state.json``, ``optimizer.pt``, …           ``trainer_state.json``, which rank 0 writes last
 others          a ``torch.save`` file with the state of an optimizer
 ==============  ====================================================  ==================================================
-
-The detection unpickles nothing. It reads names of files, the name of a zip's first record, and text in a pickle.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from dcp_plugin.core.paths import Where, as_path
 
 LIGHTNING, ACCELERATE, TRANSFORMERS, OTHERS = "Lightning", "Accelerate", "transformers", "torch.save"
 RESUMABLE = (LIGHTNING, ACCELERATE, TRANSFORMERS)
-"""Tools: an automatic resume takes their checkpoints. ``OTHERS`` needs a caller that knows the names in the file."""
+"""Tools whose checkpoints an automatic resume takes. ``OTHERS`` needs a caller that knows the names in the file."""
 
 TRAINER_STATE = "trainer_state.json"
 RANDOM_STATES = "random_states_0.pkl"
 _UNFINISHED = "checkpoint-is-incomplete.txt"
-"""Marker file of transformers in a checkpoint that it saves just before the end of a job, until the save ends."""
+"""Marker file that transformers keeps in a checkpoint until its save ends, if it saves just before the end of a job."""
 _WITH_TENSORS = (".safetensors", ".bin", ".pt", ".pth")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*")
 _OF_THE_TRAINER = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_0.pth"}
@@ -63,7 +63,7 @@ class Saved:
     tool: str = ""
     """Name of the tool; empty for a file that was not examined."""
     reason: str = ""
-    """Reason why it cannot be resumed from, if names of files show one."""
+    """Reason why it cannot be resumed from; empty if the names of files show none."""
     export: bool = False
     """True for weights without the state of a training. Directories below may be checkpoints."""
     interrupted: bool = False
@@ -120,10 +120,12 @@ def is_checkpoint_folder(files: Files, folder: str) -> bool:
 
 
 def saved_as_files(files: Files, names: Iterable[str], look: bool = True) -> Iterator[Saved]:
-    """Yield the files that ``torch.save`` wrote. After the first :data:`_MOST_OPENED`, open only usual suffixes.
+    """Yield the files that ``torch.save`` wrote.
+
+    The first :data:`_MOST_OPENED` files are opened under any name, further files only with a usual suffix.
 
     Args:
-        look: Whether to open the files. Otherwise, yield all files with a usual suffix.
+        look: True to open the files. If False, yield all files with a usual suffix, and open none.
     """
     for number, name in enumerate(names):
         if (number >= _MOST_OPENED or not look) and posixpath.splitext(name)[1] not in _USUAL:
@@ -136,8 +138,8 @@ def saved_as_files(files: Files, names: Iterable[str], look: bool = True) -> Ite
 def in_order(candidates: Collection[Saved]) -> list[Saved]:
     """Return the candidates with times that agree with the numbers in their names.
 
-    A copy of a run may have the times of the copy. Accelerate and transformers rely on the numbers in the names. So the
-    times of a tool's numbered checkpoints in a directory are assigned in the order of the numbers.
+    A copy of a run may have the times of the copy, and Accelerate and transformers rely on the numbers. The times of a
+    tool's numbered checkpoints in a directory are therefore assigned in the order of the numbers.
     """
     ordered = [saved for saved in candidates if _group(saved) is None]
     numbered = sorted(
@@ -172,7 +174,10 @@ def _folder(files: Files, tool: str, last: str, reason: str = "", export: bool =
 
 
 def _may_be_torch_save(files: Files, name: str) -> bool:
-    """Return whether :meth:`Saved.examined` has to read a file. True for an unreadable file: the examination raises."""
+    """Return whether :meth:`Saved.examined` has to read a file.
+
+    True for an unreadable file: the examination raises its error.
+    """
     try:
         return _begins_like_torch_save(files, name)
     except FileNotFoundError:
@@ -215,7 +220,7 @@ def _examined_file(saved: Saved) -> Saved | None:
 
 
 def _damage(files: Files) -> str:
-    """Return an error that names a truncated or lost file of a directory; empty if the files are complete."""
+    """Return the text of an error that names a truncated or lost file of a directory; empty without such a file."""
     from dcp_plugin.core.format.foreign import detect, safetensors, torch_file  # imports torch
 
     try:

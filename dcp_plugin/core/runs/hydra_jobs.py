@@ -1,17 +1,17 @@
-"""Jobs of Hydra: each job finds its own checkpoints again, and is refused the checkpoints of another job.
+"""Jobs of Hydra. The rule: each job finds its own checkpoints again, and is refused the checkpoints of another job.
 
-A sweep (``-m lr=1,2``) starts the same application several times. If its jobs share a directory for their checkpoints,
-the second job would resume from the end of the first, with other settings. So each job writes a note with its overrides
-to the workspace of its checkpoints. A job is refused where another job has written a note. A repeated job finds its own
-note: overrides of the resume do not distinguish jobs.
+*A sweep* (``-m lr=1,2``) starts the same application several times. If its jobs shared a directory for their
+checkpoints, the second job would resume from the end of the first, with other settings. Each job therefore writes a
+note with its overrides to the workspace of its checkpoints. A job is refused where another job has written a note. A
+repeated job finds its own note, because overrides of the resume do not distinguish jobs.
 
-Each job writes its file before it reads the others. So if two jobs start at the same moment, at least one sees the
-other. A job that starts from scratch writes a note, too: the other jobs must not resume from its checkpoints.
+Each job writes its note before it reads those of other jobs. If two jobs start at the same moment, at least one sees
+the other. A job that starts from scratch writes a note, too: other jobs must not resume from its checkpoints.
 
-A single run may resume with other settings: more steps, for example. Each start records its composed configuration in
-the workspace, and a resume logs the differences from the configuration that the checkpoint was saved with.
+*A single run* may resume with other settings, such as more steps. Each start records its composed configuration in the
+workspace. A resume logs the differences from the configuration that the checkpoint was saved with.
 
-This module does not import Hydra: without an application that runs under Hydra it does nothing.
+This module does not import Hydra. Without an application that runs under Hydra, it does nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def refuse_other_jobs(root: Where, resume: str | PathLike) -> None:
     """Record that this job of a sweep has its checkpoints below ``root``. Without a sweep, do nothing.
 
     Raises:
-        CheckpointMismatch: ``"auto"`` or ``"must"``, and another job has its checkpoints there; the error names both.
+        CheckpointMismatch: ``resume`` is ``"auto"`` or ``"must"``, and another job has its checkpoints there. The error
+            names both jobs.
         CheckpointUnreadable: The notes of other jobs cannot be read.
     """
     own_job = _job()
@@ -85,7 +86,7 @@ def _refuse_notes(root: Where, own_job: str) -> None:
 def compare(root: Where, resume: str | PathLike, chosen: Where | None) -> None:
     """Record the composed configuration of this start below ``root``, and log the differences from that of ``chosen``.
 
-    Log a warning, too, if ``chosen`` is None and no later start would search below ``root``. Without Hydra, do nothing.
+    If nothing is resumed, and no later start would search below ``root``, log a warning. Without Hydra, do nothing.
     """
     hydra = _hydra()
     if hydra is None or _only_reads(resume, root):
@@ -100,7 +101,8 @@ def compare(root: Where, resume: str | PathLike, chosen: Where | None) -> None:
     earlier: dict[str, Any] = {}
     with suppress(OSError, ValueError), medium.open(workspace).open(_CONFIGURATION) as file:
         earlier = json_object(file.read(_MOST_OF_CONFIGURATION + 1), _MOST_OF_CONFIGURATION)
-    # Before the start that wrote the note has saved, the newest checkpoint is that of an earlier start.
+    # The start that wrote the note may have ended before it saved. ``chosen`` is then the checkpoint that it resumed
+    # from, and has the configuration of a start before it.
     saved = earlier.get("of_checkpoint" if earlier.get("resumed") == str(chosen) else "settings")
     changed = [] if saved is None or chosen is None else _differences(saved, settings)
     if resumes_own and changed:
@@ -122,7 +124,7 @@ def _warn_of_the_time(root: Where, times: Iterator[str]) -> None:
 
 
 def _settings(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted names and values of a configuration, except Hydra's settings and those of saves and resumes."""
+    """Yield the dotted names and values of a configuration, without settings of Hydra, saves and resumes."""
     if isinstance(config, (dict, list)) and config:
         for name, value in config.items() if isinstance(config, dict) else enumerate(config):
             if name != "resume" and f"{prefix}{name}" not in ("hydra", "dcp_plugin"):
@@ -138,7 +140,7 @@ def _differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
 
 
 def _only_reads(resume: str | PathLike, root: Where) -> bool:
-    """Return whether a job only reads a checkpoint below ``root``, which it names, and saves to another directory."""
+    """Return whether a job names a checkpoint below ``root``: it only reads there, and saves to another directory."""
     return resume not in ("auto", "must", "never") and root in as_path(resume).parents
 
 
@@ -162,5 +164,5 @@ def _job() -> str | None:
 
 
 def _is_ignored(key: str, excluded: set[str]) -> bool:
-    """Return whether an override does not distinguish jobs: it concerns resumes, or Hydra excludes it from names."""
+    """Return whether an override does not distinguish jobs. It concerns resumes, or Hydra excludes it from names."""
     return key.partition("@")[0] in excluded or "resume" in re.split(r"[./@]", key)

@@ -1,4 +1,7 @@
-"""Refusal of a root to which two ranks of a launch save separately, each without a process group."""
+"""Refusal of a root to which several ranks of a launch save separately, each without a process group.
+
+The ranks would resume from each other's checkpoints, or replace them.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
 """Scan of a directory for checkpoints, while other processes publish, replace and delete there.
 
-A checkpoint that exists throughout a scan is in its result. One listing does not ensure this: during a replacement the
-checkpoint may be missing under its name when the directory is listed, and missing in the workspace when the workspace
-is listed. So all directories are listed again until two rounds in a row have the same folders. Only new entries are
-examined again.
+Two rules: a checkpoint that exists throughout a scan is in its result, and an error never counts as an empty directory.
 
-An error never counts as an empty directory. Reads that fail with a transient error are repeated for 10 s. Then an
-error at the root is raised, and the entries below it that cannot be read are in :attr:`Scan.unreadable`;
+One listing does not ensure the first. During a replacement the checkpoint may be missing under its name when the
+directory is listed, and missing in the workspace when the workspace is listed. All directories are therefore listed
+again until two rounds in a row have the same folders. A round examines only new entries.
+
+For the second, reads that fail with a transient error are repeated for 10 s. Then an error at the root is raised.
+Entries below the root that cannot be read are in :attr:`Scan.unreadable`, and
 :func:`dcp_plugin.core.runs.catalog.refuse_unreadable` decides whether they can be passed over.
 """
 
@@ -43,8 +44,10 @@ _MAY_PASS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN}
 _PATIENCE = 10.0
 _PAUSE = 0.5
 _LITTLE = 64 << 10
-"""Bytes that a scan may read, unasked, of each file of another tool and each record of a save. If a read costs more,
-the name of the file decides, and records are not read."""
+"""Most bytes that a scan reads, unasked, of each file of another tool and each record of a save.
+
+If a single read costs more, the name of a file decides, and records are not read.
+"""
 
 T = TypeVar("T")
 
@@ -76,8 +79,7 @@ class Patience:
 
 
 def read_each(entries: Sequence[Listed[Any]], read: Callable[[Listed[Any]], T], files: Readable) -> list[T]:
-    """Return the results of ``read``. In a store the entries are read at the same time: one after the other, each would
-    take a round trip.
+    """Return the results of ``read``, in a store from threads: one after the other, each would take a round trip.
 
     Args:
         files: The files of the folder of the entries, which know the cost of a read.
@@ -123,6 +125,7 @@ def state_of(path: Where, patience: Patience | None = None) -> CheckpointState |
 def _state_in(path: Where, files: Readable, summaries: bool = True) -> CheckpointState | None:
     names = [name.rstrip("/") for name in files.names()]
     reason = uncommitted_reason(names)
+    # A directory that has moved since it was opened may be partly deleted: its names show nothing.
     if reason and files.moved():
         raise FileNotFoundError(f"{path} is being deleted")
     if not has_traces(names):
@@ -154,13 +157,13 @@ class Scan:
     """Scan of all entries below a directory.
 
     Args:
-        others: Whether to include resumable checkpoints of other tools. Directories inside one are not scanned.
-        read_all: Whether to read each checkpoint, and each file that may be one. Otherwise, where names of files show
-            when a checkpoint was saved, nothing of it is read, and its step is unknown.
-        in_flight: Whether to include saves in flight whose records have to be read, also without ``read_all``.
-        summaries: False if the caller examines each checkpoint itself: the scan then reads no summary, and knows of a
-            checkpoint only what names of files show.
+        others: Include resumable checkpoints of other tools. Directories inside one are not scanned.
+        read_all: Read each checkpoint, and each file that may be one. If False, a checkpoint is not read if names of
+            files show when it was saved; its step is then unknown.
+        in_flight: Include saves in flight whose records have to be read, also without ``read_all``.
         patience: Retry that the scans of a search share, for 10 s in total.
+        summaries: Read the summary of each checkpoint. If False, the caller examines each checkpoint itself, and the
+            scan knows only the facts that names of files show.
 
     Raises:
         CheckpointUnreadable: The root cannot be read, or the store of a URL cannot be listed.
@@ -192,7 +195,7 @@ class Scan:
         self._others, self._read_all, self._summaries = others, read_all, summaries
         self._reads_records = read_all or in_flight
         self._read: dict[object, Any] = {}
-        """Results of reads in earlier rounds, by path and number of the entry."""
+        """Results of reads in earlier rounds, by path and number of the entry. A replaced entry has another number."""
         try:
             self.medium = snapshot(medium_of(root), root)
         except OSError as error:
@@ -203,7 +206,7 @@ class Scan:
             self._look_once()
             before, folders = folders, (self._folders, self.workspaces, self.states.keys())
             self.is_stable, listed = self._listed == listed, self._listed
-            if folders == before:  # files may come and go all the time
+            if folders == before:  # files are not compared: other processes add and delete them all the time
                 break
 
     def _look_once(self) -> None:
@@ -220,7 +223,7 @@ class Scan:
         return sorted([*self.states.values(), *in_order(self.of_others)], key=age_of)
 
     def complete(self) -> list[CheckpointState | Saved]:
-        """Return the checkpoints without interrupted saves and the damaged ones of this package, oldest first."""
+        """Return the checkpoints, oldest first, without interrupted saves and without damaged ones of this package."""
         return [
             checkpoint
             for checkpoint in self.checkpoints()
@@ -240,7 +243,7 @@ class Scan:
         return result
 
     def _look(self, directory: Where, number: int = 0, depth: int = _DEPTH) -> bool:
-        """Examine a directory and those below it; return False if it does not exist any more."""
+        """Examine a directory and those below it. Return False if it does not exist any more."""
         try:
             state = self._once((directory, number), lambda: self._state(directory))
             if state is None:
@@ -306,7 +309,7 @@ class Scan:
                 self._look_into_workspace(entry.path)
 
     def _saved_by_others(self, directory: Where, entries: list[Listed[Any]]) -> tuple[Saved | None, list[Saved]]:
-        """Return the checkpoint of another tool that a directory is, and those that are files in it."""
+        """Return the checkpoint of another tool that consists of the directory, and those that are files in it."""
         files = self.medium.open(directory)
         saved = saved_as_folder(files, (entry.path.name for entry in entries))
         if saved is not None and not saved.export:

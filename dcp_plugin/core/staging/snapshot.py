@@ -1,13 +1,14 @@
 """A host copy of the local shard, which lets training continue while the copy is written.
 
-Values that may change at any time are copied when a :class:`Snapshot` is made. Step-stable tensors do not change until
-the next optimizer step. :meth:`Snapshot.finish` may copy these later in another thread, during the next forward and
-backward pass; the step waits for the copy (:mod:`dcp_plugin.core.staging.guard`).
+State that may change at any time is copied when a :class:`Snapshot` is made. Step-stable tensors do not change until
+the next optimizer step. :meth:`Snapshot.finish` may copy them later in another thread, during the next forward and
+backward pass. The step waits for the copy (:mod:`dcp_plugin.core.staging.guard`).
 
-A later copy is valid only if the tensor's version counter did not change, which every in-place operation increments.
-Some writes do not increment it: writes through ``.data`` (averages that are swapped in), collectives, replayed CUDA
-graphs, other languages. To detect these, a few elements of every tensor are compared as well. A write stays undetected
-only if it avoids the version counter and changes a part of one tensor without these elements.
+The rule: a later copy is valid only if nothing wrote to the tensor since the snapshot was made. Two checks detect
+writes. In-place operations increment the tensor's version counter. Some writes do not: writes through ``.data``
+(averages that are swapped in), collectives, replayed CUDA graphs, other languages. To detect these, a few elements of
+every tensor are compared. A write stays undetected only if it avoids the version counter and changes a part of one
+tensor without these elements.
 
 Tied tensors stay tied in the copy. Copies from a device run on a separate stream.
 
@@ -37,7 +38,7 @@ from dcp_plugin.core.tensors.host_memory import address_of, bytes_at, host_bytes
 from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS, copied, memory_of, require_memory
 from dcp_plugin.core.types import Flat, LocalChunk, ShardedValue
 
-_SMALL = 64 << 10
+_SMALL = 64 << 10  # bytes; a smaller plain host tensor is copied by memmove instead of a torch operator
 
 
 class _Later(NamedTuple):
@@ -53,8 +54,9 @@ class _Later(NamedTuple):
 class Snapshot:
     """The copy of one save.
 
-    The constructor copies plain tensors but does not describe them, and leaves step-stable tensors to :meth:`finish`.
-    All of them are described later: describing a thousand small tensors takes longer than copying them.
+    The constructor copies tensors that may change, and leaves step-stable tensors to :meth:`finish`. It describes only
+    the leaves whose memory it does not know otherwise. :meth:`finish` describes the rest, because describing a thousand
+    small tensors takes longer than copying them.
 
     Args:
         leaves: The leaves of the state, by key.
@@ -79,6 +81,8 @@ class Snapshot:
         self._pool, self._encode = pool, encode
         self._constant: dict[str, Any] = {}
         self._later: list[_Later] = []
+        # Each leaf goes to one of four places: constants, which nothing changes; _later, for finish(); plain tensors in
+        # now, which are copied here; to_describe, where encode() has to find the memory to copy.
         now: dict[str, torch.Tensor] = {}
         to_describe: dict[str, Any] = {}
         memory_of_leaf: dict[str, tuple[torch.Tensor, ...]] = {}
@@ -94,7 +98,8 @@ class Snapshot:
             for (key, memory), is_stable in zip(memory_of_leaf.items(), stable, strict=True):
                 leaf = leaves[key]
                 if plain := type(leaf) in EXACTLY_TENSORS:
-                    leaf = memory[0]
+                    leaf = memory[0]  # detached: it keeps this memory if code assigns other memory to .data
+                # Without a version counter (inference tensors) a write during the later copy could not be detected.
                 if is_stable and None not in (versions := _versions_of(leaf, memory)):
                     self._later.append(_Later(key, leaf, memory, versions))
                 elif plain and _is_memory(leaf):
@@ -104,6 +109,7 @@ class Snapshot:
             self._sample = _Sample(self._later)
         self._streams = _Streams(tensor for pending in self._later for tensor in pending.memory)
         described = encode(to_describe)
+        # Tied tensors have one identity, so they become one source with one place.
         identities = {key: _identity(key, 0, tensor) for key, tensor in now.items()}
         sources = dict(zip(identities.values(), now.values(), strict=True)) | dict(_sources(described))
         places = dict(zip(sources, pool.places(list(sources.values())), strict=True))
@@ -136,6 +142,7 @@ class Snapshot:
             with self._streams.of(tensor):
                 _copy_later(copies[identity], tensor)
         self._streams.synchronize()
+        # Compared after the copy, so that a write during the copy is detected as well.
         written = self._sample.differs(self._streams)
         written.update(
             pending.key for pending in later if _versions_of(pending.leaf, pending.memory) != pending.versions
@@ -184,8 +191,8 @@ def _with_copies(key: str, value: Any, copies: Mapping[Any, torch.Tensor]) -> An
 
 
 def _copy_now(copied: list[tuple[HostSlice, torch.Tensor]]) -> None:
-    """Copy with torch's threads, since the caller waits. Small tensors are copied by ``memmove``: an operator call
-    costs more than their bytes."""
+    """Copy with torch's threads, since the caller waits. Copy small tensors by ``memmove``, because the call of an
+    operator takes longer than copying their bytes."""
     streams = _Streams(tensor for _, tensor in copied)
     for place, tensor in copied:
         if tensor.nbytes < _SMALL and is_plain_memory(tensor):
@@ -197,8 +204,8 @@ def _copy_now(copied: list[tuple[HostSlice, torch.Tensor]]) -> None:
 
 
 def _copy_later(copy: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy in this thread alone. Torch would start a team of threads, which compete with the training and spin for a
-    while: that costs twice the CPU seconds and finishes no earlier."""
+    """Copy in this thread alone. Torch would start a team of threads, which compete with the training and spin after
+    their work. A team takes twice the CPU seconds and finishes no earlier."""
     if is_plain_memory(tensor):
         ctypes.memmove(copy.data_ptr(), address_of(tensor), tensor.nbytes)
     else:
@@ -206,7 +213,7 @@ def _copy_later(copy: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def _identity(key: str, number: int, tensor: torch.Tensor) -> Any:
-    """Return an identity that is equal for tied tensors. An empty tensor has no memory; its key identifies it."""
+    """Return an identity that is equal for tied tensors. An empty tensor has no memory, so its key identifies it."""
     return memory_of(tensor) if tensor.numel() else (key, number)
 
 
@@ -230,7 +237,7 @@ def _memory_on_this_rank(leaf: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _is_memory(tensor: torch.Tensor) -> bool:
-    """Return whether the elements are in memory. If not, ``encode`` raises the error that names the key."""
+    """Return whether the elements are in memory. If they are not, ``encode`` later raises an error with the key."""
     try:
         require_memory(tensor)
     except CheckpointMismatch:
@@ -257,8 +264,8 @@ _SAMPLES = 8
 class _Sample:
     """Current values of a few elements of every tensor that is copied later.
 
-    Writes that the version counter misses (averages swapped in through ``.data``, updates of target networks,
-    broadcasts) mostly change all elements of all tensors, so a few elements reveal them.
+    Some writes do not increment the version counter: averages swapped in through ``.data``, updates of target networks,
+    broadcasts. They mostly change all elements of all tensors, so a few elements reveal them.
     """
 
     def __init__(self, later: Iterable[_Later]) -> None:
@@ -278,11 +285,12 @@ class _Sample:
 
 
 class _OnHost:
-    """A sample of host tensors with one dtype. The elements are read at their addresses: a torch operator for each
-    tensor would take most of the time of a lazy save."""
+    """A sample of host tensors with one dtype. All elements are read at their addresses by one numpy operation, because
+    a torch operator for each tensor would take most of the time of a lazy save."""
 
     def __init__(self, keys: list[str], tensors: list[torch.Tensor]) -> None:
         self._keys, self._tensors = keys, tensors
+        # A row for each tensor: the byte offsets of elements at equal distances, from the first to the last.
         last = np.fromiter((tensor.numel() - 1 for tensor in tensors), np.int64)
         self._elements = np.arange(_SAMPLES) * last[:, None] // (_SAMPLES - 1) * tensors[0].itemsize
         self._addresses = self._now()
@@ -302,7 +310,8 @@ class _OnHost:
 
 
 class _OnDevice:
-    """A sample of tensors with one dtype on one device."""
+    """A sample of tensors with one dtype on one device. One operator gathers the elements of all tensors, and one
+    compares them. After a difference, the tensors are compared one by one."""
 
     def __init__(self, keys: list[str], tensors: list[torch.Tensor]) -> None:
         self._keys = keys
@@ -383,9 +392,9 @@ class HostSlice(NamedTuple):
 class HostPool:
     """Host memory for one save at a time.
 
-    The pool has four slabs. Copies from devices need pinned memory and so have slabs separate from copies of host
-    tensors. Immediate copies have slabs separate from later copies, since they are made before the later ones are
-    listed.
+    The pool has four slabs: two for immediate copies and two for later copies, which are listed only after the
+    immediate ones are made. One of each two is pinned, for copies from devices. The other is for copies of host
+    tensors.
 
     Args:
         allocate: Returns a number of bytes that start at a page boundary; by default memory private to the process.
@@ -398,18 +407,19 @@ class HostPool:
         """Return a place for each tensor.
 
         Args:
-            later: True for tensors that :meth:`Snapshot.finish` copies. False invalidates all places that were returned
-                before.
+            later: True for tensors that :meth:`Snapshot.finish` copies. False begins a new save, which invalidates all
+                places that were returned before.
         """
         held = sum(slab.memory.nbytes for (is_later, _), slab in self._slabs.items() if not is_later)
         if not later and sum(tensor.nbytes for tensor in tensors) > held:
             for pinned in (False, True):
-                # Tensors that were copied later may be copied at once now. Freed first, their old slab does not
-                # add to the peak.
+                # Tensors that the last save copied later may be copied at once now. Their old slab is freed first, so
+                # that it does not add to the peak.
                 self._slabs[True, pinned].free()
         ends = {False: 0, True: 0}
         starts = []
         for tensor in tensors:
+            # A large copy begins at a page, so that direct I/O writes it from here without a further copy.
             alignment = PAGE if tensor.nbytes >= IN_PLACE else _TENSOR_ALIGNMENT
             start = ends[tensor.is_cuda] + -ends[tensor.is_cuda] % alignment
             starts.append(start)
@@ -432,7 +442,7 @@ class HostPool:
 
 
 def _of_this_process(nbytes: int) -> torch.Tensor:
-    memory = host_bytes(nbytes + PAGE)
+    memory = host_bytes(nbytes + PAGE)  # a page more than needed: torch aligns to less than a page
     return memory[-memory.data_ptr() % PAGE :][:nbytes]
 
 
@@ -447,7 +457,7 @@ class _Slab:
     def of_size(self, nbytes: int) -> torch.Tensor:
         if not nbytes <= self.memory.nbytes <= nbytes * _SLACK:
             self.free()
-            with torch.inference_mode(False):  # as in host_bytes
+            with torch.inference_mode(False):  # a later save writes to the memory outside of inference mode
                 memory = self._allocate(nbytes) if nbytes else host_bytes(0)
             if self._pinned and nbytes:  # cudaHostRegister refuses zero bytes
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE))  # type: ignore[no-untyped-call]

@@ -15,16 +15,15 @@ a value marked ``PerRank``      stored once per rank, and each rank gets its own
 keys without a target           unexpected in a load only if no rank takes them (:class:`Union`)
 ==============================  =====================================================================================
 
-Optimizer state may belong to one rank and to its shard of a parameter. Most is sharded like the parameter, or the same
-on all ranks (``step``). Plain tensors and values may be neither: an 8-bit optimizer keeps the codes and scales of its
-own shard. Stored under one key, the state of rank 0 would replace that of all other ranks. Such state is stored under a
-key that names the part of the parameter:
+Most optimizer state is sharded like its parameter, or the same on all ranks (``step``). Plain tensors and values may be
+neither: an 8-bit optimizer keeps the codes and scales of its own shard. Stored under one key, the state of rank 0 would
+replace that of all other ranks. Such state is stored under a key that names the part of the parameter:
 
     optim.state.layer.weight.codes.rank1(8,0:16,32)         # rank 1 had rows 8 to 15, all 32 columns
 
 Only a rank with the same part may load this state. It is never cut for another layout, since only the optimizer knows
-what the numbers mean. Equal bytes count as shared state. The exception is a tensor that has the shape of the rank's
-shard: it belongs to the rank even while it is all zeros.
+the meaning of the numbers. State with equal bytes on all ranks counts as shared. The exception is a tensor with the
+shape of the rank's shard: it belongs to the rank even while it is all zeros.
 """
 
 from __future__ import annotations
@@ -64,14 +63,16 @@ class RankLocal:
     def with_rank_keys(
         self, state: Flat, paths: dict[str, KeyPath], details: StateDetails, rank: int
     ) -> tuple[Flat, dict[str, Standing]]:
-        """Return the state with rank-specific keys for the entries that differed at an earlier comparison. Change
-        ``paths`` likewise. The second result is the standing of the keys that this rank does not hold itself.
+        """Return the state with rank-specific keys for the entries that differed at an earlier comparison, and the
+        standing of the keys that this rank does not hold itself. Change ``paths`` likewise.
 
-        Values that all ranks are expected to share are remembered, and :meth:`compare` compares them.
+        The hashes of all other entries that may differ are remembered for :meth:`digest` and :meth:`compare`.
         """
         shards, standing = details.shards, _standing_of_received(state)
         held = _not_empty(state, details.shared - {key for key in standing if standing[key] == Standing.RECEIVED})
         self._shared = _hashes(held, _SAMPLED)
+        # Plain state of sharded parameters: entries that differed before get keys of their own. A tensor with the shape
+        # of the shard evidently belongs to the rank. The others are hashed, to be compared between ranks.
         local_slots = _slots_of_sharded(state, shards)
         rank_local = {key: slot_and_box for key, slot_and_box in local_slots.items() if key in self._apart}
         evident = {
@@ -90,11 +91,12 @@ class RankLocal:
         return {renamed.get(key, key): value for key, value in state.items()}, standing
 
     def digest(self, rank: int) -> bytes:
-        """Return a digest of the entries that may differ between ranks; empty if there are none. A tensor with the
-        shape of the shard makes the digest differ from that of every other rank.
+        """Return a digest of the entries that may differ between ranks; empty if there are none. Ranks with different
+        digests :meth:`compare` their entries.
 
-        A slot with one value for all parameters, as ``step`` mostly has, is hashed without the names of the parameters.
-        Ranks with state for different parameters then have equal digests, and do not compare at every save.
+        A tensor with the shape of the shard makes the digest differ from that of every other rank. A slot with one
+        value for all parameters, as ``step`` mostly has, is hashed without the names of the parameters. Ranks with
+        state for different parameters then have equal digests, and do not compare at every save.
         """
         if not self._doubtful and not self._shared:
             return b""
@@ -119,6 +121,8 @@ class RankLocal:
             if message := _about_different([shared for _, shared in of_ranks]):
                 warn(message)  # inside combine(): if warnings are errors, all ranks raise
             first: dict[str, bytes] = {}
+            # A key differs if a rank has another hash than the first rank that has the key. The stand-in _OWN always
+            # differs.
             return frozenset(
                 key
                 for hashes, _ in of_ranks
@@ -133,13 +137,13 @@ class RankLocal:
 
 
 def _slots_of_sharded(state: Flat, shards: Shards) -> dict[str, tuple[str, Box]]:
-    """Return the keys of plain optimizer state that belongs to a sharded parameter. Each key has its slot, and the box
-    of the parameter on this rank."""
+    """Return plain optimizer state that belongs to sharded parameters: key -> its slot, and the box of the parameter on
+    this rank."""
     slots: dict[str, tuple[str, Box]] = {}
     prefixes = {f"{name}.state.": boxes for name, boxes in shards.items() if boxes}
     for key, value in state.items() if prefixes else ():
         if isinstance(value, ShardedValue) and (value.any_rank or value.stored_whole):
-            continue
+            continue  # equal on all ranks, or an item of torch.save, which has no hash
         for prefix, boxes in prefixes.items():
             if key.startswith(prefix):
                 fqn, slot = _known_first(key[len(prefix) :], boxes)
@@ -164,8 +168,8 @@ def _has_shape_of(value: ShardedValue | EncodedValue, box: Box) -> bool:
 
 
 def _hashes(state: Flat, most: float = float("inf")) -> dict[str, bytes]:
-    """Return a hash of each value or tensor; the hash of a tensor includes dtype and shape. Tensors that are stored as
-    one object have none, and neither has a tensor of which this rank has no part.
+    """Return a hash of each value or tensor. The hash of a tensor includes dtype and shape. A tensor has no hash if it
+    is stored as one object, or if this rank has no part of it.
 
     Args:
         most: Size in bytes of a tensor above which a sample of it is hashed.
@@ -188,7 +192,7 @@ def _hashes(state: Flat, most: float = float("inf")) -> dict[str, bytes]:
 
 
 def _about_different(hashes_of_ranks: list[Mapping[str, bytes]]) -> str:
-    """Return a warning that names each key with different values, and two ranks that differ; empty if there is none.
+    """Return a warning that names each key with different values, and two ranks that differ; empty without differences.
     A key that only some ranks have is compared among those ranks."""
     first: dict[str, tuple[int, bytes]] = {}
     different: dict[str, tuple[int, int]] = {}
@@ -207,21 +211,21 @@ def _about_different(hashes_of_ranks: list[Mapping[str, bytes]]) -> str:
 
 
 received: dict[str, tuple[bytes, int]] = {}
-"""Keys of values that a load has given to this rank, which had nothing there -> the hash of the value, and the
-``id`` of the object that has it."""
+"""Keys for which this rank had no value until a load gave it one -> the hash of the loaded value, and the ``id`` of the
+object that has it."""
 
 
 def note_received(key: str, value: ShardedValue | EncodedValue | None, owner: int, is_new: bool) -> None:
-    """Remember a value that a load gives to this rank, which has held nothing there itself.
+    """Remember a value that a load gives to this rank, which has held no value there itself.
 
     An average that only rank 1 keeps is loaded on every rank. From then on rank 0 has an old copy of it, which must not
     replace rank 1's at the next save.
 
     Args:
-        value: None if it is unknown: any later one then counts as changed.
+        value: None if it is unknown. Any later value then counts as changed.
         owner: The ``id`` of the object that has it.
-        is_new: True if the object has had nothing there. If not, and another object was given the value, this one holds
-            its own.
+        is_new: True if the object had no value there before this load. If false, the key is in :data:`received`: an
+            earlier load gave the value to this object, or to another one while this one has its own.
     """
     if is_new or received[key][1] == owner:
         received[key] = b"" if value is None else _hashes({key: value}, _SAMPLED).get(key, b""), owner
@@ -239,7 +243,7 @@ def _standing_of_received(state: Flat) -> dict[str, Standing]:
 
 
 def _not_empty(state: Flat, keys: Iterable[str]) -> Flat:
-    """Return the entries under these keys, as far as the state has them and they are not empty."""
+    """Return the entries under these keys that the state has and that are not empty."""
     return {key: state[key] for key in keys if key in state and not getattr(state[key], "standing", Standing.HOLDS)}
 
 
@@ -322,6 +326,8 @@ def name_on_rank(entry: RankEntry, index: CheckpointIndex, world_size: int | Non
         name = own if entry.rank in entries else entry.name_on(min(entries))
         return RankName(name, f": {about}" if about else "")
     saved_by = world_size or max(entries) + 1
+    # Each rank of a smaller world has an entry. A position in the data is valid only on the same number of ranks, since
+    # other ranks divide the data otherwise.
     if saved_by == entry.world_size or (saved_by > entry.world_size and not entry.is_position):
         return RankName(own)
     is_kept = entry.is_position or entry.rank not in entries

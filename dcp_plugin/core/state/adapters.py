@@ -3,9 +3,12 @@
 There is an adapter for modules, optimizers, objects with a ``state_dict`` (``Stateful``) and data.
 :func:`~dcp_plugin.core.state.named_objects.adapters_of` selects the adapter by the class of an object.
 
-For data (mappings, single values, and objects with a ``state_dict``) a tensor is filled in place if the object has one;
-all other values are replaced. An adapter determines which tensors only the object or only the checkpoint has, and which
-have another shape; :mod:`~dcp_plugin.core.loading.matching` decides the response.
+A save calls :meth:`StateAdapter.gather`. A load calls ``want``, ``check`` and ``take``, in this order. An adapter only
+reports which tensors only the object or only the checkpoint has, and which have another shape.
+:mod:`~dcp_plugin.core.loading.matching` decides the response.
+
+For data (mappings, single values, and objects with a ``state_dict``) a tensor is filled in place if the object has one.
+All other values are replaced.
 """
 
 from __future__ import annotations
@@ -67,7 +70,7 @@ class NamesOnly:
 
 @dataclass(frozen=True)
 class Unapplied:
-    """Module whose state is read, distributed as here, but not loaded into it: the caller does that later."""
+    """Module whose state is read, distributed as here, but not loaded into it. The caller loads it later."""
 
     module: nn.Module
     state_dict: dict[str, Any] = field(default_factory=dict)
@@ -99,12 +102,12 @@ class StateAdapter(ABC):
 
     @property
     def live(self) -> Any:
-        """The user's object; of a single value, the mapping that has it."""
+        """The user's object. For a single value it is the mapping that contains the value."""
         return self.module
 
     @abstractmethod
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-        """Return the leaves by key relative to the name, and their paths below it, except those that are ``(key,)``."""
+        """Return the leaves by key relative to the name, and their paths below it. Paths ``(key,)`` are left out."""
 
     def present(self) -> Mapping[str, Any]:
         """Return the object's own tensors and values by key relative to the name."""
@@ -296,6 +299,7 @@ class TreeAdapter(StateAdapter):
         """Return the result of :meth:`want`, given the data to replace."""
         self._replaced = content
         current, current_paths = flatten_tree(content, walked_as_stored(stored))
+        # A checkpoint may lack an empty mapping: stock stores no key for it.
         needed = {key: value for key, value in current.items() if key in stored or not is_empty_mapping(value)}
         self._order = list(current)
         wanted = Wanted(missing=self.missing(needed, stored), empty=not needed and not stored)
@@ -309,7 +313,7 @@ class TreeAdapter(StateAdapter):
             if not isinstance(entry, StoredTensor):
                 wanted.targets[key] = None
                 continue
-            if not self.may_become_tensor and _has_items(existing):
+            if not self.may_become_tensor and _has_items(existing):  # missing() reports the items
                 continue
             target = self._memory_for(entry, existing) if existing is not None else None
             if target is not None:
@@ -320,6 +324,7 @@ class TreeAdapter(StateAdapter):
                     wanted.in_room.add(key)
             if target is not existing and is_tensor(existing) and shape_of(existing) not in (None, entry.shape):
                 wanted.resized[key] = with_memory(existing)
+            # A tensor that torch.save stores fills only a tensor of its own class, which new memory is not.
             is_new = target is None or (target is not existing and type(target) is torch.Tensor)
             if is_new and entry.stored_whole:  # tested second: it decodes the places of chunks
                 wanted.refused[key] = f"{OF_ITS_OWN_CLASS}: have one there to load into"
@@ -338,8 +343,8 @@ class TreeAdapter(StateAdapter):
         return entry.empty()
 
     def missing(self, current: Mapping[str, Any], stored: Mapping[str, Entry]) -> list[str]:
-        """Return the missing keys. The structure may differ from the checkpoint's; only an object without any key is
-        missing."""
+        """Return the missing keys. The object is missing if the checkpoint has no key of it. Single keys are not, since
+        the structure of the object may differ from the checkpoint's."""
         return [] if stored or not current else [""]
 
     def tree(self, filled: dict[str, Any]) -> Any:
@@ -383,6 +388,7 @@ class StatefulAdapter(TreeAdapter):
         return state
 
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> None:
+        # The object gets mappings of the classes that its own state has, such as OrderedDict.
         self._value.load_state_dict(with_types_of(self._replaced, self.tree(filled)))
 
 
@@ -391,8 +397,8 @@ class PositionAdapter(StatefulAdapter):
 
     A load does not call ``state_dict()`` before it replaces the state: ``torchdata.nodes.Loader`` would keep the
     iterator that the call makes, and begin with the first batch. The load calls it afterwards, which makes the iterator
-    of the next loop. Making it draws random numbers, which an uninterrupted training does not draw at this point, so
-    the load then restores the random streams.
+    of the next loop. Making the iterator draws random numbers. An uninterrupted training does not draw them at this
+    point, so the load restores the random streams after the call.
     """
 
     def names(self) -> list[str]:
@@ -500,8 +506,9 @@ class ValueAdapter(TreeAdapter):
         return is_tensor(self.value) and not is_meta(self.value)
 
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> None:
-        if filled.keys() == {""} and filled[""] is self.value:
+        if filled.keys() == {""} and filled[""] is self.value:  # the tensor was filled in place
             return
         if filled := self.with_empty(filled):
+            # unflatten() needs paths of at least one step. A single value has none, so "it" is put before all paths.
             loaded = unflatten(filled, {key: ("it", *self._paths[key]) for key in filled})["it"]
             self._value[self._key] = values.on_devices_of(self.value, loaded)

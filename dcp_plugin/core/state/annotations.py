@@ -1,11 +1,11 @@
 """Marks of tensors as replicated or frozen: properties that a tensor itself does not have.
 
-Replicated: parameters under DDP, and state of their shape in an optimizer of torch's own, are equal on all ranks, so
-ranks share the writing of them. Buffers are not replicated: between two forward passes each rank has its own. Other
-optimizers may round randomly and differently on each rank; shared writing would mix the rows of several ranks, so only
-rank 0's state is stored.
+Replicated tensors are equal on all ranks, so ranks share the writing of them. These are the parameters under DDP, and
+state of their shape in an optimizer of torch. Buffers are not replicated, since each rank has its own between two
+forward passes. Neither is the state of other optimizers, which may round randomly on each rank: shared writing would
+mix the rows of several ranks, so rank 0's state is stored.
 
-Frozen: untrained parameters, which are expected to be the same at the next save.
+Frozen tensors are untrained parameters. They are expected to be the same at the next save.
 """
 
 from __future__ import annotations

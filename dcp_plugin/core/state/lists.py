@@ -1,11 +1,11 @@
 """Adapters of lists: several modules, optimizers or schedulers that are one object of the checkpoint.
 
 A rank of an interleaved pipeline has several stages, and an optimizer and a scheduler for each. All objects of a list
-are stored under the name of the list, without a number: modules by the FQNs of the complete model, optimizers by the
-FQNs of their parameters, as torchtitan's wrappers store them. The number of objects on a rank is then no part of the
-checkpoint, which loads on any split of the model.
+are stored under the name of the list, without a number. Modules have the FQNs of the complete model as keys, optimizers
+the FQNs of their parameters, as torchtitan's wrappers store them. The checkpoint does not depend on the number of
+objects on a rank, and loads on any split of the model.
 
-A key that several objects of the list have, as that of a rotary buffer, is one key. Its values must be equal.
+Several objects of the list may have the same key, for example of a rotary buffer. Its values must be equal.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ListAdapter(StateAdapter):
                         f"the key {self.name}.{key}. A checkpoint has one value for each key: give the two objects "
                         f"names of their own in the state."
                     )
-            # An earlier object comes first and counts.
+            # The first operand sets the order of the keys, the last one their values: the earlier object counts.
             leaves, paths = leaves | own_leaves | leaves, paths | own_paths | paths
             owners = dict.fromkeys(own_leaves, number) | owners
         return leaves, paths
@@ -90,7 +90,8 @@ class ListAdapter(StateAdapter):
         merged.unmatched = merged.unmatched if all(want.unmatched for want in self._wants) else []
         if any(split_key(key)[1].isdecimal() for key in merged.stored_as.values()):
             merged.unfit = "has numbers instead of parameter names in the checkpoint, which only one optimizer can take"
-        # An entry that no object has is for the hooks of all. The match changes the result, so the keys are kept.
+        # An entry that no object has is for the hooks of all. The keys are kept here, because the match changes the
+        # merged result.
         self._taken = [want.targets.keys() | (want.extra.keys() & merged.extra.keys()) for want in self._wants]
         return merged
 
@@ -101,9 +102,9 @@ class ListAdapter(StateAdapter):
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> Incompatible:
         report, taken = Incompatible(), set[str]()
         for part, want, keys in zip(self.parts, self._wants, self._taken, strict=True):
-            mine = {*keys, *want.lacking, *want.missing}  # the missing ones that a checkpoint leaves out
+            mine = {*keys, *want.lacking, *want.missing}  # frozen parameters left out are missing, and in ``filled``
             own = {key: want.lacking.get(key, value) for key, value in filled.items() if key in mine}
-            if self.kind != "module":  # which copies the values into memory of its own
+            if self.kind != "module":  # a module copies values into its memory; other objects would share them
                 own |= {key: copy.deepcopy(own[key]) for key in own.keys() & taken}
             taken |= own.keys()
             if own or want.empty:
@@ -130,7 +131,7 @@ class OptimizerListAdapter(ListAdapter, OptimizerAdapter):  # type: ignore[misc]
 
 
 def _merged(fields: Sequence[Any]) -> Any:
-    """Return the union of equal fields of several objects. Of two values, the first that is not empty counts."""
+    """Return the union of the same field of several objects. For a single value, the first that is not empty counts."""
     if isinstance(fields[0], dict):
         return {key: value for field in reversed(fields) for key, value in field.items()}
     if isinstance(fields[0], (list, set)):

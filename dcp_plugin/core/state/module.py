@@ -1,11 +1,11 @@
-"""Module state by clean FQN, for any wrapper; sharded views, no copies where the wrapper allows.
+"""Module state by clean FQN, for any wrapper: sharded views, and copies only where the wrapper allows no views.
 
 For a plain module, DDP, FSDP2 and tensor parallelism, ``state_dict()`` returns views of the parameters (DTensors if
-they are sharded), and filling a view loads the parameter.
+they are sharded). Filling a view loads the parameter.
 
 FSDP1 is the only wrapper whose visible parameters do not hold the state: it keeps flat parameters. Its state dicts are
-made by communication and hold ShardedTensors (DTensors with a device mesh), and loads go through them as well. Both use
-the public ``torch.distributed.checkpoint.state_dict`` functions, with two corrections:
+made by communication and hold ShardedTensors (DTensors with a device mesh). Loads go through such state dicts as well.
+Both directions use the public functions of ``torch.distributed.checkpoint.state_dict``, with two corrections:
 
 - ``get_optimizer_state_dict`` steps an optimizer on each rank where it has no state, to create the state. A save must
   not change any state, so FSDP is called directly.
@@ -53,9 +53,10 @@ from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS, memory_of
 
 
 def reshard(module: nn.Module) -> None:
-    """Have FSDP2 restore its sharded parameters where a forward has left gathered ones, as ``state_dict()`` does.
+    """Have FSDP2 restore its sharded parameters if a forward pass has left gathered ones, as ``state_dict()`` does.
 
-    Under ``no_grad`` no backward restores them for the root, and optimizers hold the sharded ones.
+    The root keeps gathered parameters until the backward pass, which a forward under ``no_grad`` does not have.
+    Optimizers hold the sharded parameters.
     """
     for _, child in named_modules(module):
         _torch_modules.reshard(child)
@@ -64,8 +65,8 @@ def reshard(module: nn.Module) -> None:
 def inside_ddp(module: nn.Module) -> nn.Module:
     """Return the module that DDP wraps if it overrides ``state_dict`` or ``load_state_dict``, else ``module``.
 
-    DDP ignores the result of its module's ``state_dict``, and never calls its ``load_state_dict``. Frameworks that add
-    DDP call both.
+    DDP ignores the result of its module's ``state_dict`` and never calls its ``load_state_dict``, so an override would
+    have no effect. Frameworks that add DDP call both on the module inside.
     """
     inner: Any = module.module if is_ddp(module) else module
     return inner if overrides_state_dict(inner) else module
@@ -81,7 +82,8 @@ def gather_module(module: nn.Module) -> dict[str, Any]:
 
 
 def gather_with_names(module: nn.Module) -> tuple[dict[str, Any], OwnNames]:
-    """Return :func:`gather_module`, and the names in ``state_dict()`` of the module; of the module inside, for DDP."""
+    """Return :func:`gather_module`, and the module's own names in its ``state_dict()``. For DDP, the names are those of
+    the module inside."""
     state, front = ModuleState.of(module), "module." if is_ddp(module) else ""
     return state.values, OwnNames.of({clean: own.removeprefix(front) for clean, own in state.raw.items()})
 
@@ -93,7 +95,7 @@ class ModuleState:
     values: dict[str, Any]
     """Values by clean FQN."""
     raw: dict[str, str]
-    """Key in ``state_dict()`` of each clean FQN; under FSDP1, which does not use it, the FQN itself."""
+    """Clean FQN -> key in ``state_dict()``. Under FSDP1 it is the FQN itself, since no ``state_dict()`` is loaded."""
     metadata: dict[str, Any]
     """Metadata in ``state_dict()`` of each submodule: the version of its class."""
     clean: CleanNames
@@ -106,6 +108,7 @@ class ModuleState:
             values = gather_fsdp1_module(module)
             return cls(values, {key: key for key in values}, {}, clean)
         state = unpatched(module, "state_dict")()
+        # state_dict() detaches parameters, and a detached CheckpointableTensor has lost its place in the global tensor.
         for name, own in checkpointable_parameters(named_modules(module)):
             if name in state:
                 state[name] = laid_out_like(state[name], own)
@@ -146,9 +149,9 @@ def call_load_state_dict(
 ) -> Incompatible | None:
     """Call ``module.load_state_dict``.
 
-    An override gets the dict that its ``state_dict`` returned, and decides which entries to load. It calls
-    ``nn.Module.load_state_dict``, which reports the parameters that its ``state_dict`` leaves out as missing, and the
-    entries that its ``state_dict`` adds as unexpected. Neither is an error.
+    An override gets a dict as its ``state_dict`` returned it, and decides which entries to load. Mostly it calls
+    ``nn.Module.load_state_dict`` in turn. Torch reports parameters as missing if the override's ``state_dict`` leaves
+    them out, and entries as unexpected if the override's ``state_dict`` adds them. Neither is an error.
 
     Args:
         own: The keys of ``module.state_dict()``.
@@ -190,6 +193,7 @@ def materialise(module: nn.Module) -> list[str]:
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
         if tensor.is_meta and name in in_checkpoints
     ]
+    # With swapping, to_empty() gives the parameters memory. Without it, it would make new parameters.
     swap = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -269,6 +273,7 @@ def gather_fsdp1_optimizer(
             )
             gathered: dict[str, Any] = FullyShardedDataParallel.optim_state_dict(module, optimizer, local)
         except RuntimeError as error:
+            # Torch's message for a unit of which the optimizer has only a part.
             if "is not in the optimizer state" not in str(error):
                 raise
             raise CheckpointMismatch(
@@ -287,7 +292,8 @@ def gather_fsdp1_optimizer(
 def _in_module_order(module: nn.Module, names: list[str]) -> list[str]:
     """Return the names in the order in which an optimizer of the unwrapped module has them.
 
-    Flat parameters change that order: they join the parameters of a unit, which are not together in the module.
+    Flat parameters change the order: they join the parameters of a unit, which are not neighbours in the module.
+    Exports number the parameters by this order.
     """
     if not any(hasattr(parameter, "_fqns") for parameter in module.parameters()):
         return names
@@ -312,6 +318,7 @@ def apply_fsdp1_optimizer(
     with _quiet(), _loading_too(optimizer, extras):  # not strict: parameters without a gradient have no state
         set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(strict=False))
     names = parameter_names(module)
+    # Torch has invented a step for parameters that the loaded state does not have.
     for parameter in list(optimizer.state):
         if isinstance(parameter, torch.Tensor) and not any(name in state["state"] for name in names[id(parameter)]):
             del optimizer.state[parameter]
@@ -335,7 +342,7 @@ def _loading_too(optimizer: torch.optim.Optimizer, extras: Mapping[str, Any]) ->
 
 
 def _any_rank_has_state(module: nn.Module, state: Mapping[Any, Any]) -> bool:
-    """Return whether any rank has state. One rank may have all of it, and the others must take part in gathering."""
+    """Return whether any rank has state. Ranks without state must take part in the gathering, too, or it hangs."""
     wrapper = next(child for child in module.modules() if isinstance(child, FullyShardedDataParallel))
     has_state = torch.tensor(any(state.values()), dtype=torch.int64, device=wrapper.compute_device)
     dist.all_reduce(has_state, op=dist.ReduceOp.MAX, group=wrapper.process_group)

@@ -1,11 +1,11 @@
 """One load into one module: directly into its memory, or through torch's own steps if its code takes part.
 
-``nn.Module.load_state_dict`` hands each submodule the state dict: pre-hooks and ``_load_from_state_dict`` may rename
-its keys or resize its tensors, and post-hooks compute values from the loaded weights. Most submodules have no such
-code, and are filled in place. The state of a submodule with such code is read into separate tensors, handed over as
-torch does it, and freed before the next is read. All other submodules keep the fast path.
+Most submodules have no code that takes part in a load, and are filled in place. Others have: ``nn.Module`` passes the
+state dict to each submodule, whose pre-hooks and ``_load_from_state_dict`` may rename keys or resize tensors, and whose
+post-hooks compute values from the loaded weights. The state of such a submodule is read into separate tensors, handed
+over as torch does it, and freed before the next is read.
 
-Hooks are called in the order of ``nn.Module.load_state_dict``, and as often.
+The rule: hooks are called in the order of ``nn.Module.load_state_dict``, and as often.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ Read = Callable[[dict[str, Any]], None]
 
 _EXTRA_STATE = "_extra_state"
 _CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module."
-"""Segment of the only wrapper that is in the paths of modules, and not in the keys of a state dict."""
+"""Segment of the activation checkpointing wrapper. It is in the paths of modules, but not in the keys of a state
+dict."""
 
 
 @dataclass(frozen=True)
 class Deferred:
-    """Target that gets its memory when its submodule is loaded: with the stored shape and dtype."""
+    """Target that gets memory of the stored shape and dtype when its submodule is loaded."""
 
     entry: StoredTensor
     like: Any = None
-    """Tensor of the module that the target is for, whose distribution and device it gets; None if the module has
-    none."""
+    """Tensor of the module whose distribution and device the target gets; None if the module has no such tensor."""
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -83,7 +83,7 @@ class ModuleLoad:
     """One load into one module.
 
     Args:
-        apply: Whether to load the module. If not, all state that is stored for it is read into :attr:`unapplied`.
+        apply: True to load the module. If false, all state that is stored for it is read into :attr:`unapplied`.
 
     Construction is collective if the module contains FSDP1. :meth:`want` and :meth:`take` are called once, in this
     order.
@@ -95,6 +95,7 @@ class ModuleLoad:
         self.state = ModuleState.of(module)
         self._fsdp1 = contains_fsdp1(module)
         self._overridden = not self._fsdp1 and overrides_load_state_dict(module)
+        # Prefixes of the submodules to which a state dict is handed over, in the names of the wrapped module.
         self._hooked: set[str] = set()
         if not apply or self._overridden:
             self._hooked = {""}
@@ -112,8 +113,8 @@ class ModuleLoad:
             for parent in _parents(key)
         }
         # The prefixes in ``_below`` whose code also gets stored keys that the module lacks, and judges missing ones.
-        # Hooks in a sharded submodule get the module's own keys, sharded as they are. Other stored keys stay unread,
-        # since their distribution is unknown.
+        # Hooks in a sharded submodule get only the keys that the module has, sharded as they are. The distribution of
+        # other stored keys is unknown, so these stay unread.
         self._judging = {below for below in self._below if not apply or below not in sharded}
         # The prefixes of submodules with hooks after the load, which may take keys off the list of missing ones.
         forgiving = _prefixes(module, has_post_load_hooks, topmost=False) if apply and not self._fsdp1 else ()
@@ -156,7 +157,7 @@ class ModuleLoad:
             elif names:
                 targets[key] = value
             is_empty = isinstance(value, (dict, list, tuple)) and not value
-            if not names and not is_empty:  # stock DCP stores nothing for an empty container
+            if not names and not is_empty:  # stock DCP stores no key for an empty container
                 absent.append(key)
         extra = {
             key: _target_for(entry, None)
@@ -164,7 +165,7 @@ class ModuleLoad:
             if key not in targets and _is_below(key, self._judging)
         }
         self._tied = self._filled_under_another_name(absent, targets)
-        for key, other in self._tied.items():  # otherwise the old values would be loaded
+        for key, other in self._tied.items():  # else the weight's old values would be handed to hooks
             values[key] = values[other]
         self._wanted = set(targets)
         absent = [key for key in absent if key not in self._tied]
@@ -207,15 +208,17 @@ class ModuleLoad:
             self._walk(self._module, "", None, report)
             report.unexpected += self._lost()
         clean = self.state.clean
-        unknown = self._missing_in_place - self._undecided  # in no state dict of the module: not saved, so not missing
+        # Keys that are in no state dict of the module are never saved, so they are not missing.
+        unknown = self._missing_in_place - self._undecided
         missing = [key for key in dict.fromkeys(map(clean, report.missing)) if key not in self._tied.keys() | unknown]
         return Incompatible(missing, list(dict.fromkeys(map(clean, report.unexpected))), report.errors)
 
     def _lost(self) -> list[str]:
         """Return the keys of ``state_dict()`` whose loaded values the module does not have afterwards.
 
-        Such a key is no parameter or buffer, and no code of the module takes it: torch reports it as unexpected. Memory
-        that a module shows under further keys is filled, as are values that follow from loaded ones.
+        Such a key is no parameter or buffer, and no code of the module takes it, so torch reports it as unexpected. A
+        key may also be another name of filled memory, or a value that follows from loaded ones: then the module has the
+        loaded value.
         """
         if not self._made:
             return []
@@ -238,7 +241,10 @@ class ModuleLoad:
 
     def _refused_ties(self, stored: Mapping[str, Entry]) -> dict[str, str]:
         """Return the names of tied weights that have another value in the checkpoint than their first name, with the
-        reason. Names whose values are not known to be equal are read one after the other, as torch loads them."""
+        reason.
+
+        If it is unknown whether the values are equal, the names are read one after the other, as torch loads them.
+        """
         refused = {}
         for key, first in self._same.items():
             if key != first and {key, first} <= stored.keys() and places_of(stored[key]) != places_of(stored[first]):
@@ -249,15 +255,18 @@ class ModuleLoad:
         return refused
 
     def _filled_under_another_name(self, absent: list[str], targets: Iterable[str]) -> dict[str, str]:
-        """Return the tied weights that the checkpoint has only under another name, as Hugging Face's have, and that
-        name."""
+        """Return the tied weights that the checkpoint has only under another name, as checkpoints of Hugging Face have,
+        and that name."""
         same = self._same
         filled = {same[key]: key for key in targets if key in same} if absent and same else {}
         return {key: filled[same[key]] for key in absent if same.get(key) in filled}
 
     def _sort_out(self) -> None:
-        """Assign the filled leaves: to copies for a module's own memory, or to state dicts that a module above hands
-        over."""
+        """Assign the filled leaves to the modules that take them.
+
+        A leaf below a submodule with hooks becomes a part of the state dict that is handed over. Any other leaf is in
+        the module's memory already, or is copied into it.
+        """
         complete = self._filled.keys() >= self._wanted
         self._touched = None if complete else {parent for name in self._filled for parent in _parents(name)}
         self._missing_in_place: set[str] = set()
@@ -279,7 +288,7 @@ class ModuleLoad:
             here = self._is_filled(key) or (free and any(name in self._filled for name in self._parts[key]))
             if key in self._filled and key not in own and not free:
                 self._made.append(key)
-            got = self._filled.get(key, value)  # in a list of modules, perhaps the memory of another one
+            got = self._filled.get(key, value)  # may be memory of another module, if the object is a list of modules
             apart = free or key in self._apart or key not in own or isinstance(got, Deferred)
             if here and (apart or not same_memory(own[key], got)):
                 self._copies[_above(key)][key.rpartition(".")[2]] = key
@@ -295,12 +304,13 @@ class ModuleLoad:
         """
         clean = self.state.clean_prefix(prefix)
         if state is None and self._touched is not None and clean not in self._touched:
-            return
+            return  # a partial load has filled nothing in this module or below it
         metadata = self.state.metadata.get(prefix.removesuffix("."), {})
         if state is None and prefix in self._hooked:
             state = self._handed_to(prefix)
         handed = state
         if state is None:
+            # Filled in place: torch's step runs only for values to copy, and the missing keys are listed for hooks.
             handed = self._of_one(module, prefix, self._copies.get(clean, {}))
             absent = [name for name in own_state(module) if not self._is_filled(f"{clean}{name}")]
             report.missing += [f"{prefix}{name}" for name in absent]
@@ -317,6 +327,7 @@ class ModuleLoad:
         """Read all state below a clean prefix, by clean FQN."""
         keys, filled = self._keys_below[below], self._read_now(self._names_below[below])
         ordered = {key: value for key in keys if (value := self._assembled(key, filled)) is not _NOTHING}
+        # Names that are no part of a value above are entries that only the checkpoint has.
         inside = {*ordered, *(name for key in ordered if key in self._free for name in self._parts[key])}
         ordered |= {name: value for name, value in filled.items() if name not in inside}
         tied = {key: self._tied[key] for key in keys if key in self._tied}
@@ -327,6 +338,8 @@ class ModuleLoad:
 
     def _handed_to(self, prefix: str) -> OrderedDict[str, Any]:
         """Return the state dict that torch would hand to a submodule, under the keys of ``state_dict()``."""
+        # Three kinds of names meet here: clean FQNs, keys of state_dict(), and paths of modules. The paths alone have
+        # the segment of activation checkpointing.
         below = self.state.clean_prefix(prefix)
         above = prefix.replace(_CHECKPOINT_WRAPPER, "")
         raw = self.state.raw
@@ -342,7 +355,7 @@ class ModuleLoad:
     def _of_one(self, module: nn.Module, prefix: str, copies: Mapping[str, str]) -> dict[str, Any] | None:
         """Return a state dict for one module without its children, or None if all of its state was filled in place.
 
-        Tensors that were filled in place are in the dict as themselves, and copying them onto themselves has no effect.
+        The dict also has the tensors that were filled in place. Copying a tensor onto itself has no effect.
         """
         own = own_state(module)
         taken = own.keys() | ({_EXTRA_STATE} if has_extra_state(module) else set())
@@ -366,7 +379,7 @@ class ModuleLoad:
         value = self.state.values[key]
         if key in filled:
             return with_types_of(value, filled[key])
-        if key in self._tied and key not in self._free:
+        if key in self._tied and key not in self._free:  # the memory that was filled under the other name
             return value
         parts = [name for name in self._parts[key] if name in filled] if key in self._free else []
         if not parts:
@@ -390,7 +403,8 @@ def _hashes(entry: Entry) -> list[Any] | None:
 
 
 def _prefixes(module: nn.Module, has: Callable[[nn.Module], bool], topmost: bool, prefix: str = "") -> Iterator[str]:
-    """Yield the prefixes of the submodules for which ``has`` is true; with ``topmost``, of none below another."""
+    """Yield the prefixes of the submodules for which ``has`` is true. With ``topmost``, leave out those below
+    another."""
     if is_match := has(module):
         yield prefix
     for name, child in () if is_match and topmost else own_modules(module):
@@ -398,8 +412,8 @@ def _prefixes(module: nn.Module, has: Callable[[nn.Module], bool], topmost: bool
 
 
 def _target_for(entry: Entry, like: Any) -> Any:
-    """Return a target in separate memory for a stored entry, or the module's own tensor if it cannot have other
-    memory."""
+    """Return a target in separate memory for a stored entry. The module's own tensor is the target if its class has no
+    other memory."""
     if not isinstance(entry, StoredTensor):
         return None
     if not is_tensor(like) or is_lazy(like):

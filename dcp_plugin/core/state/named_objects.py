@@ -64,18 +64,18 @@ def adapters_of(
 ) -> list[StateAdapter]:
     """Return the adapters of a state: of modules, of optimizers, of ``Stateful`` objects, of data.
 
-    The order of the objects is the same on all ranks, because their methods may communicate: they are sorted by name.
-    The keys of a state may have another order on each rank, as from a set. Data keeps the order of the state.
+    Objects are sorted by name. Their methods may communicate, so all ranks must call them in the same order. The order
+    of a state may differ between ranks, for example if it is made from a set. Data keeps the order of the state.
 
     Args:
-        stock_aliases: True if optimizers store their param groups under stock's keys, too.
+        stock_aliases: True if optimizers also store their param groups under stock's keys.
         place: This rank, for values that differ between ranks.
-        is_data: True if an object in a mapping of the state is a value, whose ``state_dict`` is not called.
+        is_data: True if objects inside the mappings of the state are values. Their ``state_dict`` is not called.
 
     Raises:
         TypeError: The state is no mapping.
-        CheckpointMismatch: An optimizer's parameters are in no module of the state; two objects have one name; an
-            object is DeepSpeed's; or a :class:`~dcp_plugin.PerRank` has a module or an optimizer.
+        CheckpointMismatch: An optimizer's parameters are in no module of the state. Or two objects have one name, an
+            object is DeepSpeed's, or a :class:`~dcp_plugin.PerRank` has a module or an optimizer.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f'a state maps names to objects, as {{"model": model}} does; this is a {type(state).__name__}')
@@ -94,7 +94,7 @@ def adapters_of(
         for name, value in objects
         for part in (value if is_list_of(value, *_LISTED) else [value])
     ]
-    of_modules = {  # those of the state itself first, in which optimizers look for their parameters
+    of_modules = {  # in the order in which trained_module() searches them: modules of the state itself first
         name: value for kind in (nn.Module, Unapplied, NamesOnly) for name, value in objects if isinstance(value, kind)
     } | {name: Parts(value) for name, value in objects if is_list_of(value, nn.Module)}
     modules = {name: value if isinstance(value, nn.Module) else value.module for name, value in of_modules.items()}
@@ -102,7 +102,7 @@ def adapters_of(
         ModuleAdapter(name, value) for name, value in of_modules.items() if not isinstance(value, (NamesOnly, Parts))
     ]
     for module in modules.values():
-        reshard(module)
+        reshard(module)  # after a forward under no_grad, FSDP2's root has gathered parameters, which no optimizer has
     for name, owner, key, value, entry in named_objects:
         if type(value) in LEAVES:
             adapters.append(ValueAdapter(name, owner, key, entry))
@@ -131,7 +131,7 @@ def adapters_of(
 def _check_patched(optimizers: Sequence[tuple[str, torch.optim.Optimizer]]) -> None:
     """Raise CheckpointMismatch if the state has only some of the optimizers that torch has patched together.
 
-    With stock, each of them stands for all.
+    With stock, one of them is enough: its ``state_dict`` returns the state of all.
     """
     ids = {id(optimizer) for _, optimizer in optimizers}
     for name, optimizer in optimizers:
@@ -183,7 +183,7 @@ def gather_state(adapters: list[StateAdapter]) -> tuple[dict[str, Any], dict[str
             raise CheckpointMismatch(f"two values of the state have the key {min(twice)!r}")
         leaves |= keyed
         above = tuple(adapter.name.split("."))
-        if len(above) > 1:
+        if len(above) > 1:  # the default path of a key splits only at the first dot
             unusual = {key: unusual.get(key, (key,)) for key in own_leaves}
         paths |= {join(adapter.name, key): above + path for key, path in unusual.items()}
     return leaves, paths
@@ -198,7 +198,7 @@ def _below(name: str, keys: tuple[str, ...]) -> list[str]:
 def optimizers_in(
     adapters: list[StateAdapter], kinds: Mapping[str, str], owners: Sequence[Any]
 ) -> dict[str, OptimizerAdapter]:
-    """Return the adapters of all optimizers by name, also of those whose state dicts are in the state.
+    """Return the adapters of all optimizers by name, including optimizers of which the state has only the state dict.
 
     Args:
         kinds: The kinds of the names that hold state dicts. The optimizers among them are the optimizers in ``owners``,
@@ -218,8 +218,8 @@ def optimizers_in(
 def shared_keys(live: LiveState, adapters: list[StateAdapter], leaves: Mapping[str, Any]) -> frozenset[str]:
     """Return the keys of data that should be the same on all ranks.
 
-    The state of a module or an optimizer does not count, as an object or as its state dict: under DDP buffers differ
-    between ranks, and a save stores those of rank 0. Copies of buffers in other data do not count either.
+    Modules, optimizers and their state dicts do not count: under DDP buffers differ between ranks, and a save stores
+    those of rank 0. Copies of buffers in other data do not count either.
     """
     if is_state_dict(live.state):
         return frozenset()
@@ -228,6 +228,7 @@ def shared_keys(live: LiveState, adapters: list[StateAdapter], leaves: Mapping[s
     modules = [
         value for value in (*live.owners, *(adapter.module for adapter in adapters)) if isinstance(value, nn.Module)
     ]
+    # By their last segments, since data may have copies of buffers below any name.
     buffers = {fqn.rpartition(".")[2] for module in modules for fqn, _ in module.named_buffers()}
     return frozenset(
         key
@@ -242,8 +243,8 @@ def shared_keys(live: LiveState, adapters: list[StateAdapter], leaves: Mapping[s
 def replica_keys(
     leaves: Iterable[str], adapters: list[StateAdapter], kinds: Mapping[str, str], owners: Sequence[Any]
 ) -> frozenset[str]:
-    """Return the keys of parameters and of optimizer state, which should be equal on all ranks that hold them. Buffers,
-    and what a module adds to its parameters in a state dict, may differ.
+    """Return the keys of parameters and of optimizer state, which should be equal on all ranks that hold them. Buffers
+    may differ, and so may other entries of a module's state dict.
 
     Args:
         kinds: The kinds of the names that hold state dicts of modules and optimizers.
@@ -284,6 +285,7 @@ def _named_objects(state: Mapping[str, Any], place: Place) -> Iterator[NamedObje
         if type(value) in LEAVES:
             yield name, owner, path[-1], value, None
         elif isinstance(value, PerRank):
+            # vars() is the mapping {"value": ...}, in which a load can replace the value like that of any mapping.
             for (_, *below), holder, part in _objects((), vars(value)):
                 if isinstance(part, _LIVE) or is_list_of(part, *_LISTED):
                     raise CheckpointMismatch(

@@ -1,8 +1,8 @@
 """Fully qualified names (FQNs) of the unwrapped module, and the module that an optimizer trains.
 
 FSDP1, activation checkpointing, ``torch.compile`` and DDP each insert a segment into the names of the modules that they
-wrap. The first three use names that no user module has; DDP's ``module`` is removed only at the position of a DDP
-instance.
+wrap. The first three insert names that no user module has, which are removed everywhere. DDP's ``module`` is removed
+only at the position of a DDP instance, since user modules may have the name as well.
 
 Optimizer state is named by the FQN of the parameter, so an optimizer needs one module that has all of its parameters.
 If the state has no such module, :func:`trained_module` composes one from the state, without copies:
@@ -15,7 +15,7 @@ If the state has no such module, :func:`trained_module` composes one from the st
 A save and a load derive the same names if the state has the same names for its modules, and the groups the same order.
 
 :func:`module_cache` keeps the result of walking a module tree for the time of one save. Names, wrappers, annotations
-and trained parameters each need a walk, and a walk through a large model takes a large part of the time of a lazy save.
+and trained parameters each need a walk. A walk through a large model takes a large part of the time of a lazy save.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class CleanNames:
 
 @dataclass(frozen=True)
 class OwnNames:
-    """Names that a module's own ``state_dict()`` has in place of clean FQNs: those below a compiled part, for one."""
+    """Names that a module's own ``state_dict()`` has in place of clean FQNs, for example below a compiled part."""
 
     inside: Mapping[str, str] = field(default_factory=dict)
-    """The prefix in ``state_dict()`` of each clean prefix that has another one: ``{"net.": "net._orig_mod."}``."""
+    """Clean prefix -> the other prefix in ``state_dict()``: ``{"net.": "net._orig_mod."}``."""
 
     @classmethod
     def of(cls, own: Mapping[str, str]) -> OwnNames:
@@ -73,6 +73,7 @@ class OwnNames:
         inside = {}
         for clean, name in own.items():
             if clean != name:
+                # Both names have the same end. Without it, the prefix holds for all names below.
                 steps = zip(reversed(clean.split(".")), reversed(name.split(".")), strict=False)
                 same = [step for step, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], steps)]
                 end = ".".join(reversed(same))
@@ -144,7 +145,8 @@ def unwrapped(module: nn.Module) -> list[nn.Module]:
 
 
 def parameter_names(module: nn.Module) -> dict[int, list[str]]:
-    """Return the clean FQNs of every parameter by ``id``: those in a flat parameter of FSDP1, else its first name."""
+    """Return the clean FQNs of every parameter by ``id``. A flat parameter of FSDP1 has those of its parts, any other
+    parameter its first name."""
     clean = CleanNames(module)
     return {
         id(parameter): [clean(prefix + inner) for inner in getattr(parameter, "_fqns", (name,))]
@@ -176,10 +178,10 @@ _cached: ContextVar[dict[tuple[str, int], tuple[nn.Module, Any]] | None] = Conte
 
 
 def _once(question: str, module: nn.Module, find: Callable[[], T]) -> T:
-    """Return the result of ``find`` about the classes and names of submodules, computed once inside
-    :func:`module_cache`.
+    """Return the result of ``find``. Inside :func:`module_cache` it is computed only once.
 
-    Do not use it for parameters: FSDP2, and hooks that make a state dict, may exchange them meanwhile.
+    The result may depend on the classes and names of submodules, but not on parameters: FSDP2, and hooks that make a
+    state dict, may exchange parameters meanwhile.
     """
     cache = _cached.get()
     if cache is None:
@@ -254,12 +256,12 @@ def trained_module(
 ) -> nn.Module:
     """Return the module that has all parameters of an optimizer, composed from several modules if none has them all.
 
-    An optimizer that lists no parameters (it contains other optimizers) trains any of the modules.
+    An optimizer that contains other optimizers may list no parameters. It trains any of the modules.
 
     Raises:
-        CheckpointMismatch: The state has none of the parameters (the optimizer was made before the module was wrapped,
-            for example); or several modules have them, of which one contains FSDP1, whose optimizer state is gathered
-            through its own root. Or a module has the reserved name under which loose parameters are stored.
+        CheckpointMismatch: The state has none of the parameters, for example because the optimizer was made before the
+            module was wrapped. Or several modules have them, and one contains FSDP1, whose optimizer state can only be
+            gathered through its own root. Or a module has the reserved name under which loose parameters are stored.
     """
     if not hasattr(optimizer, "param_groups"):
         return next(iter(modules.values())) if len(modules) == 1 else union_of(modules, {})
@@ -267,6 +269,7 @@ def trained_module(
     missing, members = set(trained), dict[str, nn.Module]()
     for member, module in modules.items():
         own = {id(p) for _, child in named_modules(module) for _, p in own_parameters(child)}
+        # Parts of FSDP1 have several roots, so an optimizer of a list of them is refused below.
         if trained <= own and not (isinstance(module, Parts) and contains_fsdp1(module)):
             return module
         if shared := missing & own:

@@ -1,7 +1,7 @@
 """Optimizer state by FQN, for any wrapper, and for optimizers without state.
 
-An optimizer knows its parameters by identity and by their order. Neither survives another wrapper or world size, so
-state and hyper-parameters are keyed by the FQN of the parameter:
+An optimizer knows its parameters by identity and by their order. Neither survives another wrapper or world size. State
+and hyper-parameters have the FQN of the parameter in their keys instead:
 
 - ``state.<FQN>.<slot>`` (``state.layer.weight.exp_avg``); ``state.<FQN>.<slot>.<step>`` for a slot that is a mapping
   or a list of sharded tensors,
@@ -12,11 +12,12 @@ state and hyper-parameters are keyed by the FQN of the parameter:
 - ``param_groups.<number>.<field>`` (:func:`group_list`): the groups as a list, for stock code that does not flatten. A
   load reads these only from checkpoints without the other keys.
 
-An optimizer whose own ``state_dict()`` returns any other layout (flat names, a list of state dicts) is stored like a
-``Stateful``: :class:`OwnLayout`.
+If an optimizer's own ``state_dict()`` returns another layout (flat names, a list of state dicts), it is stored like a
+``Stateful`` (:class:`OwnLayout`).
 
-``get_optimizer_state_dict(flatten_optimizer_state_dict=True)`` of torch returns the first two as well, but it steps an
-optimizer that has no state. This module steps none: a save changes no state, and a failed load leaves no trace.
+The first two kinds are those of torch's ``get_optimizer_state_dict(flatten_optimizer_state_dict=True)``. But that
+function steps an optimizer that has no state. This module steps none: a save changes no state, and a failed load leaves
+no trace.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ GLOBAL = "global_state"
 
 EXTRA_STATE = "extra_state"
 BESIDE = (GLOBAL, EXTRA_STATE)
-"""Trees that belong to no parameter."""
+"""Names of trees that belong to no parameter."""
 
 _CONTAINERS = frozenset((dict, OrderedDict, defaultdict, list, tuple))
 
 Nested = dict[str, Any]
-"""Nested state: ``{"state": {fqn: {slot: value}}, "param_groups": [{"params": [fqn, ...], field: value}]}``; and
-``"global_state"`` and ``"extra_state"``, if the optimizer has them."""
+"""Nested state: ``{"state": {fqn: {slot: value}}, "param_groups": [{"params": [fqn, ...], field: value}]}``. It also
+has ``"global_state"`` and ``"extra_state"`` if the optimizer has them."""
 
 
 class OwnLayout:
@@ -77,8 +78,8 @@ def own_state_dict(optimizer: torch.optim.Optimizer) -> Any:
     """Return the state dict of an optimizer whose own code makes it, and None for any other optimizer.
 
     Returns:
-        An :class:`OwnLayout`, unless each number in its groups stands for the parameter at the same place in the
-        groups of the optimizer, as in torch's layout.
+        The state dict, as an :class:`OwnLayout` unless it has torch's layout. In torch's layout each number in a group
+        stands for the parameter at the same place in the group of the optimizer.
 
     Raises:
         CheckpointMismatch: The state dict is neither a mapping nor a list.
@@ -142,7 +143,7 @@ def extras_of(own: Mapping[str, Any] | None) -> dict[str, Any]:
 def refuse_slices(module: nn.Module, optimizer: torch.optim.Optimizer, tree: Any) -> None:
     """Refuse state in an optimizer's own layout that may have been cut with the flat parameters of FSDP1.
 
-    Each rank has another slice, which does not record its place, so that the slice of one rank would be stored for all.
+    Each rank has another slice, and a slice does not record its place. The slice of one rank would be stored for all.
 
     Raises:
         CheckpointMismatch: The state has a tensor with dimensions.
@@ -160,8 +161,8 @@ def refuse_slices(module: nn.Module, optimizer: torch.optim.Optimizer, tree: Any
 
 
 def flatten_tree(tree: Any, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-    """Return the leaves of a mapping or list by key, and their paths. Anything that is not walked, as an empty mapping,
-    is one value, under the key ``""``."""
+    """Return the leaves of a mapping or list by key, and their paths. A tree that is not walked, such as an empty
+    mapping, is one value under the key ``""``."""
     return flatten(tree, walks) if walks("", tree) else ({"": tree}, {"": ()})
 
 
@@ -184,6 +185,7 @@ def flatten_optimizer(nested: Nested | OwnLayout) -> Any:
     flat = dict(zip(slots, (value for slots in state.values() for value in slots.values()), strict=True))
     for group in nested["param_groups"]:
         names, fields = tuple(group["params"]), fields_of(group)
+        # The keys are ordered by parameter, so the values of the group repeat for each.
         flat.update(zip(_keys("param_groups", names, tuple(fields)), [*fields.values()] * len(names), strict=True))
     return flat | {name: nested[name] for name in BESIDE if name in nested}
 
@@ -204,8 +206,8 @@ def _keys(kind: str, names: tuple[str, ...], fields: tuple[str, ...]) -> list[st
 def flatten_trees(flat: dict[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
     """Flatten the trees in a result of :func:`flatten_optimizer`, and also return the paths of their leaves.
 
-    Trees are the state of no parameter, and slots with sharded tensors in a mapping or a list: a slot that is stored as
-    one value would have only one rank's shards.
+    Trees are the state of no parameter, and slots that have sharded tensors in a mapping or a list. Such a slot, stored
+    as one value, would have only one rank's shards.
     """
     # The class is compared first: a lazy save makes this test for thousands of tensors during the call.
     containers = [key for key, value in flat.items() if type(value) in _CONTAINERS and key.startswith("state.")]
@@ -318,6 +320,7 @@ def split_key(key: str, fqns: Collection[str] = ()) -> tuple[str, str, str]:
     """
     kind, _, remainder = key.partition(".")
     parts = remainder.split(".")
+    # The longest known FQN, since both an FQN and a slot may have dots. Without one, the last segment is the slot.
     count = next((count for count in range(len(parts) - 1, 0, -1) if ".".join(parts[:count]) in fqns), len(parts) - 1)
     return kind, ".".join(parts[:count]), ".".join(parts[count:])
 
@@ -376,10 +379,10 @@ def fields_of(group: Mapping[str, Any]) -> dict[str, Any]:
 class OptimizerState:
     """State of an optimizer on this rank, by FQN.
 
-    Most optimizers are read and written directly, in place. If an optimizer's own code makes or takes its state dict
-    (an overridden method, a hook of the user's), only that code knows the content of a save. It is then called as
-    ``torch.distributed.checkpoint`` calls it: one ``state_dict()`` for a save; for a load one ``state_dict()`` to see
-    the present state, and one ``load_state_dict()`` with the parameters numbered as in the first.
+    Most optimizers are read and written directly, in place. But an optimizer's own code (an overridden method, a hook
+    of the user) may make or take its state dict. Then only that code knows the content of a save, and it is called as
+    ``torch.distributed.checkpoint`` calls it. A save calls ``state_dict()`` once. A load calls ``state_dict()`` once to
+    get the present state, and ``load_state_dict()`` once, with the parameters numbered as in the present state.
     """
 
     slots: dict[str, dict[str, Any]]
@@ -410,8 +413,9 @@ class OptimizerState:
             for group, live in zip(groups, optimizer.param_groups, strict=True)
             for key, parameter in zip(group["params"], live["params"], strict=True)
         }
-        if own is None:  # the state may have a parameter that is no longer in any group
+        if own is None:  # the state may have a parameter that was removed from its group
             fqn_of |= {key: names[id(key)] for key in state if isinstance(key, torch.Tensor)}
+        # A slot made by zeros_like() has lost the place of its CheckpointableTensor in the global tensor.
         slots = {
             fqn_of[key]: {slot: laid_out_like(value, key) for slot, value in slots.items()}
             if hasattr(key, "global_shape")
@@ -430,8 +434,14 @@ class OptimizerState:
         extras: Mapping[str, Any],
         fields: list[dict[str, Any]],
     ) -> None:
-        """Give the optimizer new slots for some FQNs (None: no slots), other state, extra entries of its state dict,
-        and new fields of its groups."""
+        """Change the state of the optimizer.
+
+        Args:
+            slots: New slots by FQN. None removes the slots of a parameter; other parameters keep theirs.
+            global_state: New state that belongs to no parameter.
+            extras: New extra entries of its state dict.
+            fields: New fields of each group.
+        """
         if self.by_state_dict:
             kept = {fqn: own_slots for fqn, own_slots in {**self.slots, **slots}.items() if own_slots is not None}
             groups = [
@@ -453,7 +463,7 @@ class OptimizerState:
         for group, new in zip(optimizer.param_groups, fields, strict=True):
             for field, value in new.items():
                 current, value = group.get(field), _of_type(group.get(field), value)
-                # Captured graphs and schedulers hold the tensor of a learning rate: it stays the same object.
+                # A tensor of a learning rate stays the same object, because captured graphs and schedulers hold it.
                 group[field] = current.copy_(value) if isinstance(current, torch.Tensor) else value
 
 

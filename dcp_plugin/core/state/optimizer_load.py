@@ -1,7 +1,9 @@
 """One load into one optimizer.
 
-Memory is allocated for the state in the checkpoint, also if the optimizer has no state yet. It is filled first, and
-then given to the optimizer, so a load that fails earlier leaves no trace.
+The rule: state is filled first, and then given to the optimizer, so a load that fails earlier leaves no trace. A slot
+that the optimizer does not have yet gets new memory, so an optimizer without state needs no step before a load.
+
+:class:`OptimizerLoad` is for torch's layout of state, :class:`OwnLayoutLoad` for any other.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ def load_into(
 
     Args:
         stored: The entries of the checkpoint by key relative to the optimizer (``state.<FQN>.<slot>`` …).
-        paths: The path of each key, also relative; without the paths, no group list is recognised.
+        paths: The path of each key, also relative. Without paths, param groups stored as a list are not recognised.
     """
     reshard(module)
     own, paths = own_state_dict(optimizer), paths or {}
@@ -124,13 +126,13 @@ class OptimizerLoad:
         )
         self._beside: dict[str, Entry] = {}  # state of no parameter, by stored key
         self._paths = paths
-        # State with the shape of a parameter is sharded like it.
+        # Parameters by FQN: a slot with the shape of its parameter is distributed like it.
         self._layouts = gather_fsdp1_module(module) if self._fsdp1 else parameters_by_name(module)
         self._groups = group_names(module, optimizer)
         self._here = {fqn for names in self._groups for fqn in names}  # the parameters of the optimizer
         self._slots: dict[str, dict[str, Entry]] = defaultdict(dict)  # stored slots, by FQN and slot
         self._parts: dict[str, KeyPath] = {}
-        """Steps to each part of a slot that is stored in parts: the key of the slot, and the steps below it."""
+        """Key of each part of a slot that is stored in parts -> the key of the slot, and the steps below it."""
         self._hyper: dict[str, dict[str, Entry]] = defaultdict(dict)  # stored hyper-parameters, by FQN and field
         self._group_list: dict[str, Entry] = {}  # param groups that are stored as a list, if ``_hyper`` is empty
         self._has_other_layout = False
@@ -139,7 +141,8 @@ class OptimizerLoad:
         self.wanted = Wanted()
         self._sort_entries(stored, own is not None)
         self._compare_names(bool(stored))
-        if (owned := getattr(optimizer, "owned", None)) is not None:  # the state of the others is on other ranks
+        # ZeroRedundancyOptimizer has the state of each parameter on one rank only.
+        if (owned := getattr(optimizer, "owned", None)) is not None:
             self._slots = defaultdict(dict, {f: s for f, s in self._slots.items() if id(self._layouts.get(f)) in owned})
         if not self.wanted.unfit:
             self._add_targets()
@@ -152,6 +155,7 @@ class OptimizerLoad:
                 continue
             self._has_other_layout |= kind not in ("state", GROUPS, *BESIDE)
             if kind in BESIDE:
+                # An optimizer without a state_dict of its own cannot take extra entries.
                 if kind == GLOBAL or takes_extras:
                     self._beside[key] = entry
             elif kind == "state" and (local := LocalSlot.parse(name)) is not None:
@@ -160,7 +164,7 @@ class OptimizerLoad:
                 self._slots[fqn][name] = entry
                 if (path := self._path_in_slot(key, fqn))[1:]:
                     self._parts[key] = path
-            elif any(isinstance(part, int) for part in self._paths.get(key, ())):
+            elif any(isinstance(part, int) for part in self._paths.get(key, ())):  # an index into a list of groups
                 self._group_list[key] = entry
             else:
                 self._hyper[fqn][name] = entry
@@ -186,12 +190,14 @@ class OptimizerLoad:
             self._group_list = {}
 
     def _take_tied(self, missing: set[str]) -> set[str]:
-        """Take the state of tied weights for the parameters that they are now, and return the names of these.
+        """Have parameters that were tied at the save take the state of their common weight. Return their names.
 
-        An optimizer has the state of a tied weight once, under its first name. The other names are those whose weights
-        are the same items of the checkpoint. So are the weights of two parameters with equal values, of which one was
-        frozen; after its first step with a gradient the other has no equal values.
+        An optimizer has the state of a tied weight once, under its first name. Names were tied if the checkpoint has
+        their weights as the same items. Two parameters with equal values, one of them frozen, look the same, but the
+        trained one has other values after its first step.
         """
+        # The checkpoint's index, which each stored tensor refers to, has the weights of all modules. Their names there
+        # begin with that of a module of the state: try each one below which a missing parameter has its FQN.
         tensors = (e for slots in self._slots.values() for e in slots.values() if isinstance(e, StoredTensor))
         index = getattr(getattr(next(tensors, None), "chunks", None), "parent", {}) if missing else {}
         fronts = {key[: m.end()] for key in index for m in re.finditer(r"^|\.", key) if key[m.end() :] in missing}
@@ -200,6 +206,7 @@ class OptimizerLoad:
             names = {places_of(index[front + fqn]): fqn for fqn in self._slots if front + fqn in index}
             here = {fqn: places_of(index[front + fqn]) for fqn in missing if front + fqn in index}
             owners |= {fqn: names[places] for fqn, places in here.items() if places in names}
+        # Parts of a slot are joined under the key of their owner, so no other parameter takes them.
         in_parts = {split_key(str(path[0]), self._slots)[1] for path in self._parts.values()}
         owners = {fqn: owner for fqn, owner in owners.items() if owner not in in_parts}
         for fqn, owner in owners.items():
@@ -212,7 +219,8 @@ class OptimizerLoad:
     def _path_in_slot(self, key: str, fqn: str) -> KeyPath:
         """Return the key of the slot that a stored key belongs to, and the steps from that slot to the value.
 
-        Stock's paths have ``state`` and the FQN as steps of their own: ``("state", fqn, slot, step)``.
+        Paths differ in the number of steps of the slot's key: stock's have ``state`` and the FQN as steps of their own,
+        ``("state", fqn, slot, step)``.
         """
         path = self._paths.get(key, (key,))
         for length in range(1, len(path)):
@@ -223,7 +231,8 @@ class OptimizerLoad:
     def _take_local(
         self, fqn: str, slot: str, candidates: list[tuple[LocalSlot, str]], stored: Mapping[str, Entry]
     ) -> None:
-        """Take the state that this rank had for its part of a parameter, or that another rank had for the same part."""
+        """Take the state that this rank had for its part of a parameter, else that of another rank with the same
+        part."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         shape = sharded_value(self._layouts[fqn]).shape
         box = shard_of(self._layouts[fqn]) or ((0,) * len(shape), shape)
@@ -235,8 +244,8 @@ class OptimizerLoad:
             (self.wanted.lost if box != ((), ()) else self.wanted.for_other_ranks).append(f"state.{fqn}.{slot}")
 
     def _take_numbered(self) -> str:
-        """Assign numbered state to parameters by their order. Return why that is impossible; empty if it is
-        possible."""
+        """Assign numbered state to parameters by their order. Return the reason if that is impossible, else an empty
+        text."""
         numbered = {int(number): slots for number, slots in self._slots.items()}
         if max(numbered, default=0) >= len(self._numbers):
             return _NUMBERED.format(f"it has number {max(numbered)}, and the optimizer {len(self._numbers)} parameters")
@@ -268,6 +277,7 @@ class OptimizerLoad:
                 if isinstance(entry, StoredTensor):
                     existing = laid_out_like(self._live.slots.get(fqn, {}).get(slot), self._layouts[fqn])
                     usable = isinstance(existing, torch.Tensor) and shape_of(existing) == entry.shape
+                    # An optimizer's own class of tensors cannot be allocated here: it has to be there, or be torchao's.
                     made = new_state(self._optimizer, self._layouts[fqn], slot) if entry.stored_whole else None
                     new = self._allocate(fqn, entry, own=(fqn, slot) in self._local) if made is None else made
                     targets[key] = existing if usable else new
@@ -286,9 +296,9 @@ class OptimizerLoad:
             targets[key] = memory.of(key, entry, current.get(key)) if isinstance(entry, StoredTensor) else None
 
     def lacks(self, recorded: str) -> list[str]:
-        """Return what the optimizer needs and the state of another class does not have.
+        """Return the fields and slots that the optimizer needs and that the state of another class lacks.
 
-        Only fields with numbers are needed, since torch adds flags and fields with None from version to version.
+        Needed fields are those with numbers. New versions of torch add flags and fields with None.
 
         Args:
             recorded: The class that the checkpoint records; empty if it records none.
@@ -314,7 +324,7 @@ class OptimizerLoad:
         return {split_key(str(self._parts.get(key, (key,))[0]), self._here)[2] for key in keys}
 
     def _slots_needed(self) -> set[str] | None:
-        """Return the slots that the optimizer has of every parameter; None if they are not known yet."""
+        """Return the slots that the optimizer has for every parameter; None if they are not known yet."""
         if (slots := slots_of_torch(self._optimizer)) is not None:
             return slots
         live = [set(slots) for slots in self._optimizer.state.values() if isinstance(slots, Mapping) and slots]
@@ -354,6 +364,7 @@ class OptimizerLoad:
                 for group, new, names in zip(self._optimizer.param_groups, groups, self._groups, strict=True)
             ]
             if touched != self._here:
+                # Torch replaces the complete state, so the state of the other parameters is given back to it.
                 now = gather_fsdp1_optimizer(self._module, self._optimizer)["state"]
                 state = {**{fqn: slots for fqn, slots in now.items() if fqn not in touched}, **state}
             nested = {"state": state, "param_groups": nested_groups}
@@ -363,6 +374,7 @@ class OptimizerLoad:
         slots: dict[str, dict[str, Any] | None] = {}
         for fqn in touched & self._here:
             if fqn in state:
+                # After a partial load of its slots, a parameter keeps the others.
                 kept = {} if self._is_complete(fqn, filled) else self._live.slots.get(fqn, {})
                 slots[fqn] = {**kept, **state[fqn]}
             elif fqn not in self._slots:  # the parameter had no gradient before the checkpoint
@@ -377,8 +389,8 @@ class OptimizerLoad:
         return all(f"state.{fqn}.{name}" in filled for name in self._slots[fqn]) and not lost
 
     def _trees_of(self, filled: Mapping[str, Any], name: str, current: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Return the state of no parameter that is stored under a name; keys that were not read keep the current
-        value."""
+        """Return the state that belongs to no parameter and is stored under a name. Keys that were not read keep their
+        current values."""
         if name in filled:
             return dict(filled[name])
         stored = [key for key in self._beside if key.startswith(f"{name}.")]
@@ -402,7 +414,7 @@ class OptimizerLoad:
     def _allocate(self, fqn: str, entry: StoredTensor, own: bool) -> Any:
         """Allocate a slot that the optimizer does not have yet.
 
-        It is laid out like the parameter if it has its shape and is not only this rank's own.
+        A slot with the shape of its parameter is distributed like the parameter, unless it is this rank's own.
         """
         like = self._layouts[fqn]
         if entry.shape == sharded_value(like).shape and not own:  # a ShardedTensor warns when asked for its size
@@ -413,15 +425,14 @@ class OptimizerLoad:
     def _dtype_of_slot(self, stored: torch.dtype, like: Any) -> torch.dtype:
         """Return the dtype for a slot of the shape of its parameter.
 
-        Torch's own optimizers want state of the dtype of the parameter, which may have been another at the save. Other
-        optimizers choose theirs, such as 8 bits with 32.
+        Torch's own optimizers need state in the dtype of the parameter, which may have been another at the save. Other
+        optimizers choose theirs, such as 8 bits for a parameter of 32, so the stored dtype is kept.
         """
         cast = is_of_torch(self._optimizer) and stored.is_floating_point and like.dtype.is_floating_point
         return like.dtype if cast else stored
 
     def _steps_on_device(self, fqn: str) -> bool:
-        """Return whether scalars such as ``step`` are on the device: only fused or capturable optimizers keep them
-        there."""
+        """Return whether scalars such as ``step`` are on the device, as in fused and capturable optimizers."""
         groups = zip(self._optimizer.param_groups, self._groups, strict=True)
         return any(group.get("fused") or group.get("capturable") for group, names in groups if fqn in names)
 
@@ -446,7 +457,8 @@ _NUMBERED = (
 
 
 def _is_slot_of(shape: Shape, parameter: Shape) -> bool:
-    """Return whether a slot may be of a parameter: it has its shape, or is factored, with 1 in place of some sizes."""
+    """Return whether a slot may belong to a parameter: it has the parameter's shape, or is factored and has 1 in place
+    of some sizes."""
     return len(shape) == len(parameter) and all(size in (1, of) for size, of in zip(shape, parameter, strict=True))
 
 
@@ -479,8 +491,8 @@ class OwnLayoutLoad:
         self.current, self._paths = flatten_tree(tree, walked_as_stored(stored))
         self._paths |= paths_as_stored(stored, self._paths, paths)
         self.wanted = Wanted(missing=[] if stored else [""])
-        """Wanted state. Targets are the keys that the optimizer has, and those that name a parameter of this rank. All
-        other keys are extra: they may be keys of another pipeline stage."""
+        """Wanted state. Targets are keys that the optimizer has, or that name a parameter of this rank. All other keys
+        are extra, since they may belong to another pipeline stage."""
         memory = Memory(module, self.wanted.refused)
         for key, entry in stored.items():
             if key not in self.current and memory.parameter_in(key) is None:
@@ -504,8 +516,8 @@ class OwnLayoutLoad:
     def commit(self, filled: Mapping[str, Any]) -> None:
         """Give the optimizer the loaded state.
 
-        Keys that a partial load has left out, and empty mappings, for which stock stores no key, keep the optimizer's
-        own values.
+        Keys that a partial load has left out keep the optimizer's own values. Empty mappings also stay, since stock
+        stores no key for them.
         """
         kept = {
             key: value
@@ -513,12 +525,14 @@ class OwnLayoutLoad:
             if key in self._stored or (is_empty_mapping(value) and not has_keys_below(key, self._stored))
         }
         leaves = {**kept, **filled}
+        # unflatten() needs paths of at least one step. A tree that is one leaf has none, so "it" is put before all.
         tree = unflatten(leaves, {key: ("it", *self._paths[key]) for key in leaves})["it"]
         unpatched(self._optimizer, "load_state_dict")(with_types_of(self._tree, _with_numbers(tree)))
 
 
 def _with_numbers(tree: Any) -> Any:
-    """Return a tree in which state dicts of torch's layout have numbers for parameters. Stock stores these as text."""
+    """Return a tree whose state dicts of torch's layout have numbers for parameters. Stock stores the numbers as
+    text."""
     if isinstance(tree, list):
         return [_with_numbers(child) for child in tree]
     if not isinstance(tree, Mapping):
@@ -531,10 +545,10 @@ def _with_numbers(tree: Any) -> Any:
 
 
 class Memory:
-    """Memory for stored tensors whose parameter only their key may name.
+    """Memory for stored tensors of which only the key may name the parameter that they belong to.
 
     Args:
-        module: The module with the parameters. Those of FSDP1 are slices, and none is like a stored tensor.
+        module: The module with the parameters. FSDP1's are slices, so no stored tensor is distributed like them.
         refused: Output: the keys of tensors that cannot get memory, with the reason.
     """
 
@@ -558,7 +572,7 @@ class Memory:
         return entry.empty()
 
     def refusal(self, entry: StoredTensor) -> str:
-        """Return why a tensor cannot get memory that is not like a parameter's; empty if it can."""
+        """Return the reason why a tensor that is like no parameter cannot get memory; empty if it can."""
         if entry.stored_whole:
             return f"{OF_ITS_OWN_CLASS}, and not there yet: {_HAVE_STATE}"
         if self._is_sharded and len(entry.chunks) > 1:

@@ -1,8 +1,9 @@
 """Values that differ between ranks, under one name of the state.
 
-A value that all ranks share is stored once: all ranks get the value of the first rank back. The random state and the
-position in the data differ between ranks. Each rank's entry is stored under ``<name>.<rank>``, as the packages for
-frameworks store random streams (``extra.rng.<rank>``), and each rank loads its own entry.
+A value that all ranks share is stored once, and all ranks get the value of the first rank back. Other values, such as
+the random state and the position in the data, differ between ranks. Each rank's entry of such a value is stored under
+``<name>.<rank>``, and each rank loads its own entry. The packages for frameworks store random streams in the same way
+(``extra.rng.<rank>``).
 
 The user marks such a value with :class:`PerRank`. The loaders and samplers of torchdata need no mark: their state is
 the position of one rank in the data.
@@ -52,7 +53,7 @@ class PerRank:
 
 class OfEachRank:
     """Base class of objects that differ between ranks without a mark. A rank without an entry in the checkpoint loads
-    the entry of rank 0, and the object makes its own of it."""
+    the entry of rank 0, from which the object derives its own state."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,8 @@ def without_sampler(position: Any) -> Any:
 def is_position(value: Any) -> bool:
     """Return whether a value is a loader or a sampler of torchdata, whose ``state_dict`` is the position of this rank.
 
-    A subclass with its own ``state_dict`` does not count: such a class may store all ranks under one name, as that of
-    torchtitan does.
+    A subclass with its own ``state_dict`` does not count. Such a class may have the positions of all ranks in its
+    state, as torchtitan's does.
     """
     module: str = getattr(getattr(type(value), "state_dict", None), "__module__", None) or ""
     return module.partition(".")[0] == "torchdata" and isinstance(value, Stateful)

@@ -1,8 +1,8 @@
 """Random streams of a rank: the generators of Python, NumPy and torch, as a value that a checkpoint stores.
 
-A rank continues its stream from the time of the save. A rank without a stream in the checkpoint (the world has grown)
-derives a stream from rank 0's state and its own number, so that two resumes of the same checkpoint on the same number
-of ranks are the same training.
+A rank continues its stream from the time of the save. If the world has grown, a rank without a stream in the checkpoint
+derives one from rank 0's state and its own number. Two resumes of a checkpoint on the same number of ranks are then the
+same training.
 """
 
 from __future__ import annotations

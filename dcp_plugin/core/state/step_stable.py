@@ -1,10 +1,15 @@
 """Step-stable memory: memory that stays unchanged until the next step of an optimizer.
 
 A lazy save may copy it later. It consists of the trained parameters (those that require gradients) and the optimizers'
-tensors for them. All other memory may change at any moment and is copied during the call: buffers (running statistics
-change in the forward pass), parameters that do not require gradients (user code writes target networks and averages),
-weights that torch averages, memory shared with any of these, and tensors of no module or optimizer. Under FSDP1 no
-memory is step-stable: its state dicts are fresh copies already.
+tensors for them. All other memory may change at any moment, and is copied during the call:
+
+- buffers, since running statistics change in the forward pass,
+- parameters that do not require gradients, since user code writes target networks and averages,
+- weights that torch averages,
+- memory that is shared with any of these,
+- tensors of no module or optimizer.
+
+Under FSDP1 no memory is step-stable, and none needs to be: its state dicts are fresh copies already.
 """
 
 from __future__ import annotations
@@ -58,6 +63,7 @@ class StepStableMemory:
         """Return which leaves of the state, with their memory on this rank, are step-stable."""
         if not self._stable and not self._slots:
             return [False] * len(leaves)
+        # A slot is stable unless it shares memory with unstable tensors. Any other leaf has to be a trained parameter.
         places = iter(_places([tensor for tensors in memory for tensor in tensors]))
         return [
             self._unstable.isdisjoint(addresses) if self._is_slot(leaf) else self._stable.issuperset(addresses)

@@ -7,9 +7,12 @@ memory, and are copied from the block.
 The bytes of a box are runs of one length: one run for rows, one per row for columns. A checksum covers a block, so
 checking a run requires reading all of each block that it touches. For a box of one run that is at most one more block
 at either end. Narrow columns touch every block, and checking them would mean reading the columns of all other ranks
-too. So complete blocks are read if they cost at most a quarter more. Otherwise only the runs are read: then only the
-blocks inside runs are checked. Runs with at most four pages between them are read together with the bytes between them,
-and checked: separate calls take longer than copying these bytes, and a disk reads pages, and reads ahead, in any case.
+too. The rules:
+
+- Complete blocks are read if they cost at most a quarter more.
+- Otherwise only the runs are read, and only the blocks inside runs are checked.
+- Runs with at most four pages between them are read together with the bytes between them, and checked. Separate calls
+  would take longer than copying these bytes. A disk reads pages, and reads ahead, in any case.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ Part = tuple[int, int, list[memoryview]]
 
 @dataclass
 class Fetch(ABC):
-    """Ranges of one payload, read into the memory of :meth:`parts`, and then processed by :meth:`finish`."""
+    """Ranges of one payload. They are read into the memory of :meth:`parts`, then processed by :meth:`finish`."""
 
     key: str
     location: Location
@@ -88,14 +91,15 @@ class Fetch(ABC):
         location, block = self.location, self.block
         if block is None or location.hashes is None:
             return 0
-        if end - begin < block and end < location.payload_length:  # narrow columns: no block ends in the range
+        if end - begin < block and end < location.payload_length:  # narrow columns: the range has no complete block
             return end - begin
+        # The blocks that are complete in the range. The last block of a payload may be shorter than the others.
         first = -(-begin // block)
         last = len(location.hashes) if end == location.payload_length else end // block
         if first >= last:
             return end - begin
         start, stop = first * block, min(last * block, location.payload_length)
-        if (start, stop) != (begin, end):  # runs between blocks; those have one piece of memory
+        if (start, stop) != (begin, end):  # runs that end within blocks; the memory of a run is one piece
             views = [views[0][start - begin : stop - begin]]
         hashes, expected = BlockHashes(block), location.hashes[first:last].tolist()
         for view in views:
@@ -122,6 +126,7 @@ class IntoMemory(Fetch):
         ((begin, end),) = self.ranges
         stop = self.start + len(self.memory)
         views = [self.memory]
+        # The rest of the first and the last checksum block is not wanted, but must be read to check the blocks.
         if begin < self.start:
             views.insert(0, memory_view(block.take(self.start - begin)))
         if stop < end:
@@ -131,7 +136,8 @@ class IntoMemory(Fetch):
 
 @dataclass
 class IntoTensor(Fetch):
-    """Box that is copied to ``target``: elements of ``dtype`` from ``start`` on, with these strides in the file."""
+    """Box that is copied to ``target``: elements of ``dtype`` from byte ``start`` on, with these strides in the
+    file."""
 
     start: int
     target: torch.Tensor
@@ -160,7 +166,7 @@ class IntoTensor(Fetch):
 class RunsIntoMemory(Fetch):
     """Runs of one length that go straight to ``memory``, where they are consecutive.
 
-    The range is all that they span; only the runs in it are read.
+    The only range of the fetch is the span from the first run to the last. The bytes between the runs are not read.
     """
 
     starts: Positions
@@ -217,8 +223,8 @@ def of_box(
     """Yield the fetches of a box (offsets and lengths in the chunk) into ``target``, which has its shape.
 
     Args:
-        gap: Bytes that cost less than a further read. If that is little, only runs are read, unless all are near each
-            other.
+        gap: Bytes that cost less than a further read. With a small gap, as on a disk, only runs are read, unless all
+            are near each other.
     """
     if target.numel() == 0:
         return
@@ -233,20 +239,24 @@ def of_box(
             near = _are_near(starts, run)
             gap = _BETWEEN_RUNS if near else 0
             if straight and not near and run <= _DIRECT_PIECE:
+                # Runs that are read alone go straight to the target. Ranges with other bytes need a block of memory.
                 begins, ends = covering(starts, run, block, location.payload_length)
                 if np.array_equal(begins, starts) and np.array_equal(ends, starts + run):
                     yield from _of_runs(key, location, starts, run, target, block)
                     return
     if runs > 1 or not target.is_contiguous():
+        # Several runs, or a strided target: parts that fit into a block of host memory, copied from there.
         strides = strides_of(chunk.sizes)
         for part, corner in _parts(target, offsets, strides, _COPIED_PIECE // dtype.itemsize):
             starts, run = runs_of(chunk.sizes, corner, tuple(part.shape), dtype.itemsize)
             begins, ends = covering(starts, run, block, location.payload_length, gap)
+            # If complete blocks cost over a quarter more than the span of the runs, the span alone is read.
             if near and (ends - begins).sum() > (1 + MOST_WASTE) * (int(starts[-1] - starts[0]) + run):
                 begins, ends = covering(starts, run, None, location.payload_length, gap)
             ranges = list(zip(begins.tolist(), ends.tolist(), strict=True))
             yield IntoTensor(key, location, ranges, block, int(starts[0]), part, dtype, strides)
         return
+    # One run and a contiguous target: pieces of the run, with the complete blocks at its ends.
     memory = memory_view(target) if straight else memoryview(b"")
     flat = target.view(-1)
     for start, stop in _cuts(first, first + run, _DIRECT_PIECE if straight else _COPIED_PIECE):
@@ -315,7 +325,7 @@ def _span(target: torch.Tensor, strides: Shape) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(target.shape, strides, strict=True))
 
 
-MOST_WASTE = 0.25
+MOST_WASTE = 0.25  # of the wanted bytes: as many others are read to check complete blocks or to save calls
 
 
 def strides_of(sizes: Shape) -> Shape:
@@ -329,6 +339,8 @@ def runs_of(sizes: Shape, offsets: Shape, lengths: Shape, itemsize: int) -> tupl
     while cut and lengths[cut - 1] == sizes[cut - 1]:
         cut -= 1
     strides = strides_of(sizes)
+    # The box has all of the dimensions from cut on, so a run covers them and a range of dimension cut - 1. One run
+    # starts at each combination of the indices before.
     starts = np.zeros(1, np.int64)
     for dim in range(cut - 1):
         rows = (offsets[dim] + np.arange(lengths[dim], dtype=np.int64)) * strides[dim]
@@ -341,7 +353,7 @@ def runs_of(sizes: Shape, offsets: Shape, lengths: Shape, itemsize: int) -> tupl
 def covering(starts: Positions, length: int, block: int | None, end: int, gap: int = 0) -> tuple[Positions, Positions]:
     """Return the begins and ends of the ranges to read for these runs of a payload.
 
-    A range consists of complete blocks if these cost little more, and goes across gaps shorter than ``gap``.
+    A range consists of complete blocks if these cost little more. It also contains gaps of at most ``gap`` bytes.
 
     Args:
         block: Bytes per checksum; None without checksums.

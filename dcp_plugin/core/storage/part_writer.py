@@ -1,4 +1,4 @@
-"""Writer of a checkpoint: data files on every rank, then the metadata and the commit on the coordinator.
+"""Writers of a checkpoint: data files on every rank, then the metadata and the commit on the coordinator.
 
 - :class:`PartWriter` writes one rank's part of a save and returns the place of each item.
 - :class:`Publication` is the unpublished checkpoint on the coordinator: reserved, then published or discarded.
@@ -57,7 +57,7 @@ class PartWriter:
         Args:
             rank: The rank whose part this is.
             directory: The reserved directory of the save, for the files of all ranks.
-            frozen: Keys of tensors that the training is not meant to change.
+            frozen: Keys of parameters that are not trained.
 
         Raises:
             SaveFailed: The files could not be written.
@@ -84,12 +84,13 @@ class PartWriter:
         stable = {position for position, slot in enumerate(new_slots) if slot in findings.stable}
         places = write_items.write([items[slot].data for slot in new_slots], to, self.path, stable, findings.names)
         nbytes = places.nbytes
-        if reuse is not None and stable:  # otherwise a store would list the objects of the save in vain
+        if reuse is not None and stable:  # if nothing is stable, wrote() would list the objects of a store in vain
             reuse.wrote({new_slots[at]: places.location(at) for at in stable}, self.medium, to.directory)
         if findings.linked:
             linked = replace(Places.of(list(findings.linked.values())), linkable=findings.names)
             places = Places.joined([linked, places])
-            # The argsort of a permutation is its inverse, which restores the order of the items.
+            # Linked items are first in the columns now. The argsort of a permutation is its inverse, which restores the
+            # order of the items.
             places = places.take(np.argsort([*findings.linked, *new_slots], kind="stable"))
         return places, nbytes, findings
 
@@ -120,7 +121,7 @@ class Facts:
 class Publication:
     """Checkpoint that is not yet published.
 
-    The coordinator reserves its directory, then publishes or discards it. On other ranks nothing is reserved, and
+    The coordinator reserves its directory, and later publishes or discards it. Other ranks reserve nothing, so their
     :meth:`discard` has no effect.
     """
 
@@ -143,7 +144,7 @@ class Publication:
         return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
 
     def reserve(self, among_other_files: bool = False, recorded: float | None = None) -> Where:
-        """Return the directory that this save writes into, and make it at the first call.
+        """Return the directory that this save writes to. The first call makes it.
 
         See :meth:`dcp_plugin.core.media.medium.Medium.reserve`.
         """
@@ -161,7 +162,8 @@ class Publication:
         """Write the metadata and make the directory the checkpoint at ``path``, replacing an existing one.
 
         Args:
-            seen: The greatest recorded time that is known of the run, besides those of the checkpoints beside ``path``.
+            seen: The greatest recorded time that the caller knows of the run. The times of the checkpoints next to
+                ``path`` are read in addition.
 
         Returns:
             The content of ``dcp_plugin.json``.
@@ -172,6 +174,7 @@ class Publication:
             UnsafeCheckpoint: The ``planner_data`` of another package's planner needs code to be restored.
         """
         assert self._reservation is not None, "the coordinator has reserved it"
+        # The listing of file_sizes() serves again: in a store, another one takes more requests.
         names = (self._written or self.medium.open(self._reservation.directory)).names()
         attached = {name.rstrip("/") for name in names if not name.endswith(DATA_SUFFIX)} - set(facts.views)
         saved = self._reservation.time or recorded_time(
@@ -190,7 +193,7 @@ class Publication:
         """Delete the files that this save has written, unless it is published.
 
         Args:
-            all_ended: True if no rank writes to it any more.
+            all_ended: True if no rank writes to the directory any more.
         """
         if self._reservation is not None:
             self.medium.discard(self._reservation, all_ended)
@@ -200,7 +203,8 @@ class Publication:
 def recorded_time(seen: float, now: float) -> float:
     """Return the recorded time of a save that begins now, in seconds since the epoch.
 
-    Checkpoints are sorted by it, so it never runs back: a clock may be set back, and that of another host be ahead.
+    Checkpoints are sorted by this time, so it must not be earlier than that of an older save. A clock may be set back,
+    or the clock of another host may be ahead.
 
     Args:
         seen: The greatest recorded time that is known of the run.
@@ -212,13 +216,12 @@ def recorded_time(seen: float, now: float) -> float:
 def compose(
     path: Where, meta: StorageMeta, index: CheckpointIndex, facts: Facts, attached: Collection[str], saved: float
 ) -> tuple[dict[str, bytes], Summary]:
-    """Return the files that turn data files into a checkpoint, in the order in which they are to be written, and the
-    summary.
+    """Return the files that turn data files into a checkpoint, in the order of their writing, and the summary.
 
     Args:
         path: Path of the checkpoint, for errors.
-        index: The index of all data files. ``index.extra_files`` has the comparisons of ``attached``; those of
-            views are added.
+        index: The index of all data files. ``index.extra_files`` has the comparisons of ``attached``. The function adds
+            those of views.
         attached: The names of extra files and folders next to the data files.
         saved: Time of the save, in seconds since the epoch.
 
@@ -264,8 +267,10 @@ def compose(
 def _without_duplicates(items: Sequence[NewItem]) -> tuple[list[NewItem], list[int]]:
     """Return the items to write, each once, and for each of ``items`` its position among these.
 
-    Two items are the same if their bytes are equal, or if they are the same view of the same memory.
+    Values are the same if their bytes are equal, tensors if they are the same view of the same memory.
     """
+    # Most tensors share no address with another, and need no further comparison. Address 0 stands for data without an
+    # address of its own: values, empty tensors and tensors that torch.save writes.
     addresses = [item.data.data_ptr() if isinstance(item.data, torch.Tensor) else 0 for item in items]
     several = {0, *(address for address, count in Counter(addresses).items() if count > 1)}
     if len(several) == 1 and 0 not in addresses:

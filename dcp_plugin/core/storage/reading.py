@@ -1,12 +1,12 @@
 """Reads of a load: neighbours in a file form a batch, which one system call reads and scatters to the memory of each.
 
-There are two kinds of batches. A :class:`BatchOfFetches` takes any ranges of a plan. Most tensors of most loads are
-read as they are stored: one chunk, complete, of the same dtype, into host memory. The small ones among these form a
-:class:`BatchOfChunks`, which is computed in columns: a fetch, its ranges and its views are objects, and for 4 000
-tensors of 4 KiB they took a third of the load.
+There are two kinds of batches. A :class:`BatchOfFetches` takes any ranges of a plan. A :class:`BatchOfChunks` takes
+small tensors that are read as they are stored: one chunk, complete, of the same dtype, into host memory. Most tensors
+of most loads are. These batches are computed in columns, because a fetch, its ranges and its views are objects: for
+4 000 tensors of 4 KiB they took a third of the load.
 
-Several threads read the batches, also of one file, and share the work by bytes. Bytes are checked before they are
-copied; bytes that are read straight into the memory of a target are checked there.
+Several threads read the batches and share the work by bytes, so they may read one file together. Bytes are checked
+before they are copied. Bytes that are read straight into the memory of a target are checked there.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class BatchOfFetches(Batch):
     """Fetches in the order of the file. If there are several, each has one range.
 
     Args:
-        cost: The cost of reads. Checked ranges are read in pieces that are still in the processor's cache when they are
-            checked, unless a read costs as much as a piece: then one call reads a range.
+        cost: The cost of reads. Checked ranges are read in pieces, so that a piece is still in the processor's cache
+            when it is checked. If a read costs as much as a piece, as from a store, one call reads a range.
     """
 
     def __init__(self, fetches: list[Fetch], cost: ReadCost) -> None:
@@ -90,6 +90,7 @@ class BatchOfFetches(Batch):
         block = rings.next(fetches[0].device)
         placed = [(fetch, fetch.parts(block)) for fetch in fetches]
         if len(fetches) == 1:
+            # A call for each range or piece of it: a large fetch, or one with several ranges.
             ((fetch, parts),) = placed
             origin, fill, check = self.begin - fetch.ranges[0][0], self.fill, fetch.check
             for part in parts:
@@ -98,6 +99,7 @@ class BatchOfFetches(Batch):
                     count.unchecked += check(start, stop, memory)
             fetch.finish(block)
             return
+        # One call for all fetches, and for the bytes between them.
         apart = [(fetch.begin, views) for fetch, ((_, _, views),) in placed]
         count.read += self.fill(file, _with_gaps(apart), self.begin, self.begin + self.nbytes)
         for fetch, (part,) in placed:
@@ -110,10 +112,10 @@ class BatchOfFetches(Batch):
 
 @dataclass
 class BatchOfChunks(Batch):
-    """Complete chunks in the order of the file, each straight into its target. Corresponding rows are columns.
+    """Complete chunks in the order of the file, each read straight into its target.
 
-    ``begins`` are the bytes of the file where the payloads start, ``hashes`` the hashes of each; an empty list checks
-    nothing.
+    ``begins``, ``chunks`` and ``hashes`` are columns: the position of each payload in the file, its chunk, and its
+    hashes. A chunk with an empty list of hashes is not checked.
     """
 
     index: CheckpointIndex
@@ -132,6 +134,7 @@ class BatchOfChunks(Batch):
         count.read += self.fill(file, scattered, self.begin, self.begin + self.nbytes)
         for chunk, view, expected in zip(self.chunks, views, self.hashes, strict=True):
             if expected and hashes_in(view) != expected:
+                # The check of a fetch raises the error that names the block.
                 location, span = self.index.places.location(chunk.number), (0, len(view))
                 IntoMemory(chunk.key, location, [span], block_size(len(view)), 0, view).check(*span, [view])
 
@@ -144,6 +147,8 @@ def batches_of(fetches: list[Fetch], cost: ReadCost) -> Iterator[Batch]:
     """Yield fetches in the order of the files; each batch holds the fetches that one call reads."""
 
     def joins(batch: list[Fetch], fetch: Fetch) -> bool:
+        # One call reads one stretch of a file, into one block of memory for one device. Bytes between two fetches are
+        # read as well if that costs less than another call.
         last = batch[-1]
         return (
             fetch.location.file == last.location.file
@@ -171,6 +176,7 @@ def batches_of_chunks(
     """Yield complete chunks in the order of the file; each batch holds the chunks that one call reads."""
     if not chunks:
         return
+    # Sort by file and position, find the places where a batch must end, and take the hashes of all chunks at once.
     rows = np.array([chunk.number for chunk in chunks], np.int64)
     columns = index.columns
     order = np.lexsort((columns["place"][rows, 0], columns["file"][rows]))
@@ -198,7 +204,7 @@ def batches_of_chunks(
 
 
 def _pieces(part: Part, size: int) -> Iterator[Part]:
-    """Yield a range and its memory, cut at the multiples of ``size``, where blocks of checksums also end."""
+    """Yield a range and its memory, cut at the multiples of ``size``. Blocks of checksums end there as well."""
     begin, end, views = part
     while end - begin > size:
         stop = (begin // size + 1) * size
@@ -232,6 +238,7 @@ def read(files: Readable, batches: Iterable[Batch], io_threads: int) -> Count:
         CheckpointUnreadable: The file system failed. Targets may be partly filled.
     """
     in_order = sorted(batches, key=lambda batch: (batch.file, batch.begin))
+    # A store is fast only with many requests at once, however few threads the user wants for a disk.
     threads = max(1, min(max(io_threads, files.cost.at_once), len(in_order)))
     work = [
         deque(in_order[at] for at in stretch) for stretch in stretches([batch.nbytes for batch in in_order], threads)
@@ -253,8 +260,10 @@ def read(files: Readable, batches: Iterable[Batch], io_threads: int) -> Count:
 
 
 def _taken(work: list[deque[Batch]], number: int) -> Iterator[Batch]:
-    """Yield the batches of a thread: its stretch from the front, and then the last ones of the longest other
-    stretches."""
+    """Yield the batches of a thread: its own stretch from the front, then the last ones of the longest other stretch.
+
+    The threads need no lock, because the methods of a deque are atomic. IndexError means that the deque is empty.
+    """
     with suppress(IndexError):
         while True:
             yield work[number].popleft()
@@ -279,6 +288,7 @@ def _read_batches(files: Readable, work: Iterator[Batch]) -> Count:
                     batch.read(file, rings, count)
                     break
                 except CheckpointCorrupt:
+                    # A damaged copy on a node is excluded; the next open() gives another copy or the path.
                     if not files.mark_unreliable(file):
                         raise
                     file.close()
@@ -295,8 +305,8 @@ def _read_batches(files: Readable, work: Iterator[Batch]) -> Count:
 
 
 def framed_item(file: RangedFile, begin: int, around: Frame) -> np.ndarray[Any, np.dtype[np.uint64]] | None:
-    """Read the item of a tensor at a position of a file, and return its hashes. Return None if other bytes than the
-    frame are around its payload. Raises OSError."""
+    """Read the item of a tensor at a position of a file, and return its hashes. Return None if the bytes around the
+    payload are not the expected frame. Raises OSError."""
     payload, behind = begin + around.payload_offset, begin + around.payload_offset + around.payload_length
     hashes = BlockHashes(block_size(around.payload_length))
     for _, piece in pieces_between(file, payload, behind):

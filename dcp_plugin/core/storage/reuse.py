@@ -6,21 +6,22 @@ nothing from another. Only files can be linked, so stable items are in separate 
 
 - An item is unchanged if key, box, dtype and the hashes of its bytes equal those in the last checkpoint, and for no
   other reason. Frozen parameters follow the same rule: being frozen only makes a parameter worth hashing.
-- A file is linked if it is the one that was written then and at least 7/8 of its bytes are unchanged items. The
-  unchanged items of other files are written again. A file that another process has written is verified first.
+- A file is linked if it still is the one that was written then, and at least 7/8 of its bytes are unchanged items. The
+  unchanged items of other files are written again.
+- A file that another process has written is verified before it is linked.
 - Each rank decides alone about the items that it writes. A failure here is never an error: the bytes are in memory, and
   are written.
 
-A state in which every item changes must cost little: a save hashes its bytes while it writes them, and to hash them
-before that would be a second pass. So of an item that is not known to be stable only a few bytes are hashed (a
-*sample*). If the sample is the same at the next save, the item is written among the stable ones, and linked from then
-on. The index marks the files of stable items, so that a resumed run examines only these. An item that was assumed to be
-stable and then changed needs twice as many equal samples each time.
+A state in which every item changes must cost little. A save hashes its bytes while it writes them, and to hash all of
+them before would be a second pass. A save first hashes only a few bytes of an item that is not known to be stable (a
+*sample*). If the sample is the same at the next save, the item is written among the stable ones. Later saves first hash
+all its bytes, and link it if it is unchanged. After each change of an item that was assumed to be stable, it needs
+twice as many equal samples. The index marks the files of stable items, so that a resumed run examines only these.
 
-A data file that another process has written is verified before it is linked: its index is only a claim. A load compares
-the hashes of the index with the bytes that it reads. A link reads nothing, so a disk that lost bytes, or an attacker
-who stored other weights under the hash of those in memory, would put unread bytes into the next checkpoint. Only the
-places of the items are taken from the index; their hashes are computed again.
+The index of another process is only a claim. A load compares its hashes with the bytes that it reads, but a link reads
+nothing. Without verification, unread bytes would enter the next checkpoint: those of a disk that lost data, or of an
+attacker who stored other weights under the hash of those in memory. Only the places of the items are taken from the
+index; their hashes are computed again.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ from dcp_plugin.core.types import Shape
 logger = logging.getLogger("dcp_plugin")
 
 WORTH_LINKING = 64 << 10
-"""Least bytes: if the stable items of a rank have fewer, they are written with the others; and an item that is not
-frozen and has fewer is never sampled."""
+"""Least bytes of all stable items of a rank together; with fewer, they are written among the others. Also the least
+bytes of an item that is sampled although it is not frozen."""
 
 _MOST_DEAD = 1 / 8  # of the bytes of a linked file: disk space that no item uses
 
@@ -94,8 +95,8 @@ NOTHING = Findings({}, frozenset())
 class _Known:
     """Knowledge of an item since the last save: its hash if it was stable, otherwise a sample.
 
-    ``streak`` counts how many times in a row the sample was the same; ``falls`` how many times the item was assumed to
-    be stable and had changed. An item with a hash and without a file was written, but to a file that cannot be linked.
+    ``streak`` is the number of equal samples in a row. ``falls`` is the number of times that the item was assumed to be
+    stable and had changed. An item with a hash and without a file was written to a file that cannot be linked.
     """
 
     hash: bytes | None = None
@@ -126,7 +127,7 @@ class Reuse:
         """Link unchanged items into the new checkpoint.
 
         Args:
-            frozen: Keys of tensors that the training is not meant to change.
+            frozen: Keys of parameters that are not trained. Their first save already writes them as stable items.
         """
         tensors = {
             slot: item.data
@@ -140,18 +141,21 @@ class Reuse:
         why_not = self._recall(items.values())
         finish_device_work(tensors.values())
         previous = {slot: self._known.get(item, _Known()) for slot, item in items.items()}
+        # Items without a hash cannot be linked yet. The files of the others are verified while their hashes are
+        # computed.
         certain = [slot for slot, record in previous.items() if record.hash is not None]
         with _Verification({slot: previous[slot] for slot in certain}, items, to.medium, to.io_threads) as verification:
             hashes = dict(zip(certain, hashes_of([tensors[slot] for slot in certain], to.io_threads), strict=True))
             same = {slot: previous[slot] for slot in certain if hashes[slot] == previous[slot].hash}
             linked, reason = _link(same, verification, to)
+        # The knowledge for the next save. It becomes valid only in published(), since this save may fail.
         self._pending = {}
         stable: set[int] = set()
         for slot, item in items.items():
             before, now = previous[slot], hashes.get(slot)
             if now is None:
                 after, expected = _looked_at(tensors[slot], item.key in frozen, before)
-            elif now == before.hash:
+            elif now == before.hash:  # linked, or written among the stable items again
                 after, expected = _Known(hash=now, falls=before.falls), True
             else:
                 after, expected = _Known(sample=sample_of(tensors[slot]), falls=before.falls + 1), False
@@ -233,11 +237,12 @@ class Reuse:
 
 
 def _looked_at(data: torch.Tensor, frozen: bool, before: _Known) -> tuple[_Known, bool]:
-    """Return what to remember of an item without a known hash, and whether it is expected to be stable from now on."""
-    if frozen and before.falls == 0:
+    """Return the new knowledge of an item without a known hash, and whether it is expected to be stable from now on."""
+    if frozen and before.falls == 0:  # written among the stable items at once, without a sample
         return before, True
     sample = sample_of(data)
     streak = before.streak + 1 if sample is not None and sample == before.sample else 0
+    # After each fall, twice as many equal samples: an item that changes now and then would be hashed in vain.
     return replace(before, sample=sample, streak=streak), streak >= 1 << min(before.falls, 16)
 
 
@@ -252,7 +257,7 @@ def _link(
     for file, locations in _worth_linking(same).items():
         name = to.free_name(names)
         try:
-            if file.identity is None:
+            if file.identity is None:  # this process has not written it
                 file, verified = verification.of(file)
                 locations = {slot: verified[slot] for slot in locations}
             target = to.medium.link_file(file, to.directory / name)
@@ -273,6 +278,7 @@ def _worth_linking(same: Mapping[int, _Known]) -> dict[DataFile, dict[int, Locat
     return {
         file: locations
         for file, locations in items_of.items()
+        # Keyed by offset, since items that share a place count once.
         if sum({location.offset: padded(location.length) for location in locations.values()}.values())
         >= file.size * (1 - _MOST_DEAD)
     }
@@ -292,6 +298,7 @@ def _location_in(index: CheckpointIndex, item: Item) -> Location | None:
 
 def _linkable_keys(index: CheckpointIndex) -> set[str]:
     """Return the keys with chunks in files that are meant to be linked."""
+    # Over columns, since a checkpoint may have a million chunks: rows of linkable files, then the slot of each row.
     is_linkable = np.array([name in index.linkable for name in index.file_names], bool)
     chunks = np.flatnonzero(is_linkable[index.columns["file"]])
     slots = index.columns["chunk_ends"].searchsorted(chunks, "right")
@@ -307,9 +314,9 @@ def _hash(location: Location) -> bytes:
 class _Verification:
     """Reader of files that may be linked and that another process has written.
 
-    It runs while the items in memory are hashed: reading waits for the disk and leaves the processor free. The first
-    save after a resume reads a complete frozen backbone, so each thread reads and hashes neighbours, for which the
-    system reads ahead.
+    It runs while the items in memory are hashed, since reading waits for the disk and leaves the processor free. The
+    first save after a resume may read a complete frozen backbone. Each thread reads and hashes neighbours, for which
+    the system reads ahead.
     """
 
     def __init__(
@@ -330,7 +337,7 @@ class _Verification:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._needless = True
+        self._needless = True  # ends the reads of files whose items have changed, so that the save does not wait
         self._pool.shutdown(cancel_futures=True)
 
     def of(self, file: DataFile) -> tuple[DataFile, dict[int, Location]]:

@@ -1,10 +1,10 @@
 """Verification of every byte of a checkpoint, and of files while they are copied.
 
-A stream has the bytes of a file in order and in pieces. Several pieces are read ahead while one is checked and written,
-so memory is bounded, and neither side waits for the other.
+A stream yields the bytes of a file in order and in pieces. A fixed number of pieces is read ahead while one is checked
+and written, so memory is bounded, and neither side waits for the other.
 
-The bytes between the items of a data file are zero. Only a file that is meant to be linked may have others: items that
-this checkpoint no longer has. No checkpoint reads them, and no hash covers them.
+The bytes between the items of a data file are zero. The exception is a file that is meant to be linked: it may have
+items that this checkpoint no longer has. No hash of this checkpoint covers them, and no load reads them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class FileCheck:
         """End the check after the last bytes."""
 
     def unread(self) -> str:
-        """Return which part of the file has not been read, for a message; empty if no part has been."""
+        """Return the position behind which the file is unread, for a message; empty if nothing has been read."""
         return ""
 
     def require_intact(self) -> None:
@@ -70,6 +70,7 @@ class ItemsCheck(FileCheck):
         super().__init__()
         self._index, self._name, self._where = index, name, where
         chunks = np.flatnonzero(index.columns["file"] == index.file_names.index(name))
+        # Items with equal bytes share a place, which is checked once.
         begins, first = np.unique(index.columns["place"][chunks, 0], return_index=True)
         self._coming = deque(zip(begins.tolist(), chunks[first].tolist(), strict=True))
         """Begin and chunk of each item that begins at the position or after it."""
@@ -82,12 +83,15 @@ class ItemsCheck(FileCheck):
         """Keys without hashes."""
 
     def add(self, piece: memoryview) -> None:
+        # A piece ends anywhere: each turn takes the part of it that belongs to one item or to the gap before the next.
         while len(piece):
             item = self._item = self._item or self._next_item()
             gap_end = self._coming[0][0] if self._coming else max(self._size, self._at + len(piece))
             end = min(item.end if item else gap_end, self._at + len(piece))
             part, piece, self._at = piece[: end - self._at], piece[end - self._at :], end
             if item is None:
+                # A gap too short for an item must be zero in every file. In a linkable file, a longer one may have an
+                # item of an older checkpoint.
                 may_be_dead = self._name in self._index.linkable and gap_end - self._gap_begin >= _SMALLEST_ITEM
                 if not may_be_dead and (used := part.tobytes().lstrip(b"\0")):
                     self.faults.append(
@@ -102,7 +106,7 @@ class ItemsCheck(FileCheck):
                 self._item, self._gap_begin = None, end
 
     def _next_item(self) -> _ItemCheck | None:
-        """Return the check of the item at the position; None if no item begins there."""
+        """Return the check of the item that begins at the position; None if there is none."""
         while self._coming and self._coming[0][0] <= self._at:
             begin, chunk = self._coming.popleft()
             key = self._key_of(chunk)
@@ -139,6 +143,7 @@ class _ItemCheck:
         self._frame, self._payload = xxh3_64(), BlockHashes(block_size(location.payload_length))
 
     def add(self, part: memoryview) -> None:
+        # Positions within the part where the payload begins and ends. The bytes before and after it are the frame.
         begin = self._location.payload_offset or 0
         edges = (begin - self._at, begin + self._location.payload_length - self._at)
         low, high = (min(max(edge, 0), len(part)) for edge in edges)
@@ -186,7 +191,7 @@ def check_of(index: CheckpointIndex, name: str, where: str) -> FileCheck | None:
 
 
 class PipelinedCopy:
-    """Streams of files that are read ahead, each in a thread of the caller.
+    """Reader of several files at the same time. Its threads read ahead. Each file is used by one thread of the caller.
 
     Args:
         at_once: Files that are read at the same time.
@@ -282,7 +287,7 @@ def verify_files(opened: OpenCheckpoint, io_threads: int, passed: Callable[[int]
         passed: Function called with the number of bytes of each piece of a data file.
     """
     files, index = opened.files, opened.index
-    at_once = max(1, min(io_threads, len(index.files)))
+    at_once = max(1, min(io_threads, len(index.files)))  # a pool needs a thread even for a checkpoint without files
 
     def verify(name: str) -> list[str]:
         check = FileCheck() if opened.summary is None else ItemsCheck(index, name, files.where)

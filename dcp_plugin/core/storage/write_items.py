@@ -1,14 +1,15 @@
 """Writer of the items of one rank into its data files: one thread per file, each from front to back.
 
 The layout of a file follows from the sizes of its items, before any byte is written. A payload goes from tensor memory
-to the file piece by piece, and each piece is hashed while it is in the processor's cache. So a stored hash is that of
-the written bytes: an earlier hash of memory that may change only decides what is written. A large payload begins at a
-page of the file: if its memory does too, as in the copy of an asynchronous save, the device reads directly from that
-memory. Small items are collected in memory, since the cost of a call would be most of their time.
+to the file piece by piece, and each piece is hashed while it is in the processor's cache. A stored hash is always that
+of the written bytes. An earlier hash, of memory that may change since, only decides which items are written.
 
-Items that are expected not to change are written to separate files, so that the next checkpoint can link
-these. The files are cut in the order of the items, so that neighbours, which often start to change together, share a
-file.
+A large payload begins at a page of the file. If its memory also begins at a page, as in the copy of an asynchronous
+save, the device reads directly from that memory. Small items are collected in memory first, since a system call for
+each would take most of their time.
+
+Items that are expected not to change are written to separate files, so that the next checkpoint can link these. These
+files are cut in the order of the items. Neighbours often start to change together, and then share a file.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ class Streamed:
 Data = torch.Tensor | WholeItem | bytes
 
 
-_WORTH_A_FILE = 1 << 20
+_WORTH_A_FILE = 1 << 20  # total size of the items; below, one file has all of them
 _WORTH_A_THREAD = 64 << 10  # average size of an item; below, threads wait for the interpreter's lock
 _STABLE_FILE = 256 << 20  # one changed tensor causes its file to be written again; every file costs a sync
 _MOST_STABLE_FILES = 32
 _SMALL = SMALLEST_BLOCK  # such an item has at most one hash
-_TOGETHER = 512 << 10
+_TOGETHER = 512 << 10  # size of the memory in which small items are collected
 _IN_PLACE_PIECE = 8 << 20  # large, because a system call is the only work per piece
 
 
@@ -76,8 +77,9 @@ class Destination:
     def free_name(self, taken: Collection[str]) -> str:
         """Return the first name for a data file of this rank that is not taken.
 
-        Each name has the token of the reservation, which is unique to the save, and the same on all ranks. Stock writes
-        ``__{rank}_{n}.distcp`` in place, which would change a file that other checkpoints link.
+        Each name has the token of the reservation, which is unique to the save and the same on all ranks. Without it,
+        stock would write in place to a file of the same name, ``__{rank}_{n}.distcp``, which other checkpoints may
+        link.
         """
         number = 0
         while (name := f"__{self.rank}_{number}-{self.directory.stem}{DATA_SUFFIX}") in taken:
@@ -92,11 +94,11 @@ def write(
     stable: Collection[int] = (),
     taken: Collection[str] = (),
 ) -> Places:
-    """Write and sync the items; return the place of each. A tensor has memory, see
+    """Write and sync the items; return the place of each. Tensors must have memory, see
     :mod:`dcp_plugin.core.tensors.kinds`.
 
     Args:
-        checkpoint: The name for progress events.
+        checkpoint: Path of the checkpoint, for progress events.
         stable: The positions of the items to be written to separate files, which later saves are meant to link.
         taken: Names of files that already exist.
 
@@ -115,6 +117,7 @@ def write(
     meter = _Meter(checkpoint, sum(size for _, size in layouts))
 
     def write_one(name: str, bucket: list[int], content: list[_Item], layout: _Layout) -> Places:
+        # All items of a file are stable, or none is.
         return _write_file(to, name, content, layout, meter, linkable=bucket[0] in stable)
 
     if len(buckets) <= 1:
@@ -122,18 +125,19 @@ def write(
     else:
         with ThreadPoolExecutor(min(len(buckets), to.io_threads), thread_name_prefix="dcp-write") as pool:
             written = list(pool.map(write_one, names, buckets, contents, layouts))
+    # The places are in the order of the files. The inverse permutation brings them into the order of the items.
     order = np.empty(len(items), np.int64)
     order[[slot for bucket in buckets for slot in bucket]] = np.arange(len(items))
     return Places.joined(written).take(order) if len(written) > 1 else (*written, Places.of([]))[0]
 
 
 def _files_of(lengths: list[int], stable: frozenset[int], threads: int) -> list[list[int]]:
-    """Return the items of each file: the stable ones and the others in separate files, the largest files first."""
+    """Return the items of each file, the largest files first. Stable items are in separate files."""
     files = []
     changing = [slot for slot in range(len(lengths)) if slot not in stable]
     for slots, share in ((changing, _buckets), (sorted(stable), _runs)):
         files += [[slots[at] for at in bucket] for bucket in share([lengths[slot] for slot in slots], threads)]
-    if stable:  # there may be more files than threads
+    if stable:  # there may be more files than threads, and a large file that starts last would keep one thread alone
         files.sort(key=lambda bucket: sum(lengths[slot] for slot in bucket), reverse=True)
     return files
 
@@ -148,8 +152,8 @@ def _runs(lengths: list[int], threads: int) -> list[list[int]]:
 
 
 def _buckets(lengths: list[int], count: int) -> list[list[int]]:
-    """Return the items spread over files by size; in each file they keep their order, so that neighbours stay
-    together."""
+    """Return the items spread over files of similar size. In each file the items keep their order, so that neighbours
+    stay together."""
     total = sum(lengths)
     if count == 1 or total < _WORTH_A_FILE or total < _WORTH_A_THREAD * len(lengths):
         return [list(range(len(lengths)))] if lengths else []
@@ -169,7 +173,7 @@ _Layout = tuple[list[int], int]
 class _Item(NamedTuple):
     data: Data | Streamed
     around: Frame | None
-    """Frame of a tensor; None for data that is written without one."""
+    """Bytes of a ``torch.save`` file around the payload of a tensor; None for data that is written without them."""
     length: int
     """Length of the data with its frame."""
     payload_offset: int
@@ -194,7 +198,7 @@ def _layout(items: list[_Item]) -> _Layout:
     starts, end = [], 0
     for item in items:
         if item.around is not None and item.payload_length >= IN_PLACE:
-            end += -(end + item.payload_offset) % PAGE
+            end += -(end + item.payload_offset) % PAGE  # the payload, not the frame, begins at a page
         starts.append(end)
         end += padded(item.length)
     return starts, end
@@ -242,9 +246,9 @@ class _SmallItems:
         """Range of the collected bytes in the file."""
 
     def add(self, item: _Item, start: int) -> list[int] | None:
-        """Append an item that begins at ``start`` of the file.
+        """Append an item that begins at ``start`` of the file, and return its hashes.
 
-        Return its hashes, of the bytes in the collector; None if it is not plain bytes in memory.
+        Return None if the item is not plain bytes in memory, and so cannot be collected.
         """
         data, around, length, payload_offset, payload_length = item
         if not (isinstance(data, bytes) or (isinstance(data, torch.Tensor) and is_plain_memory(data))):
@@ -264,6 +268,7 @@ class _SmallItems:
             memory[at:first] = around.head
             ctypes.memmove(self._address + first, data.data_ptr(), payload_length)
             memory[behind : at + length] = around.tail
+        # The hash of the collected bytes, not of the tensor, whose memory may change meanwhile.
         return [xxh3_64_intdigest(self._view[first:behind])] if payload_length else []
 
     def flush(self) -> None:

@@ -1,1 +1,1 @@
-"""Tensors as memory: the kind of each tensor, the address of its bytes, and the private names of torch for both."""
+"""Tensors as memory: the kind of each tensor, the address of its bytes, and torch's private names for both."""

@@ -1,6 +1,8 @@
-"""The private names of torch and of Python that this package uses, each with the reason why no public name suffices.
+"""Private names of torch and of Python that this package uses, each with the reason why no public name suffices.
 
-``tests/core/tensors/test_torch_canary.py`` fails loudly when a name moves or changes its meaning.
+The rule: other modules name no private part of torch, except :mod:`~dcp_plugin.core.tensors._torch_sharded` and
+:mod:`~dcp_plugin.core.tensors._torch_modules`. ``tests/core/tensors/test_torch_canary.py`` fails when a name moves or
+changes its meaning.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def is_tensor(value: Any) -> bool:
 def sharded_value(value: Any, any_rank: bool = False) -> ShardedValue:
     """Describe a tensor by its chunks on this rank, as views. No other function decides how a tensor is stored.
 
-    ``any_rank`` applies to plain tensors. For other tensors, the mesh determines which ranks hold the same bytes.
+    Args:
+        any_rank: True if each rank holds the same bytes of a plain tensor. For other tensors, the mesh determines it.
 
     Raises:
         CheckpointMismatch: The tensor has no memory that could be stored or filled. The message lacks the key.
@@ -56,8 +59,10 @@ def sharded_value(value: Any, any_rank: bool = False) -> ShardedValue:
 
 
 def laid_out_like(value: Any, parameter: Any) -> Any:
-    """Return a tensor of optimizer state with the ``CheckpointableTensor`` fields of its parameter, which ``detach()``
-    and ``zeros_like()`` lose. Return any other value unchanged."""
+    """Return a tensor of optimizer state with the ``CheckpointableTensor`` fields of its parameter.
+
+    ``detach()`` and ``zeros_like()`` lose these fields. A value that is no such tensor is returned unchanged.
+    """
     if not hasattr(parameter, "global_shape") or not isinstance(value, torch.Tensor):
         return value
     if hasattr(value, "global_shape") or value.shape != parameter.shape:
@@ -77,14 +82,18 @@ def shape_of(value: Any) -> Shape | None:
 
 
 def is_meta(value: Any) -> bool:
-    """Return whether a value is a tensor on the meta device. A ShardedTensor never counts: its ``is_meta`` raises
-    unless it has exactly one shard on this rank."""
+    """Return whether a value is a tensor on the meta device.
+
+    A ShardedTensor never counts: its ``is_meta`` raises unless it has exactly one shard on this rank.
+    """
     return not isinstance(value, ShardedTensor) and bool(getattr(value, "is_meta", False))
 
 
 def with_memory(value: Any) -> Any:
-    """Return a tensor to load into: the value itself or, for a tensor on the meta device, an equal tensor with memory,
-    as in stock DCP."""
+    """Return a tensor to load into: the value itself, or for a tensor on the meta device one with memory.
+
+    Stock DCP does the same.
+    """
     if not is_meta(value) or nn.parameter.is_lazy(value):
         return value
     device = value.device_mesh.device_type if isinstance(value, DTensor) else _device_of_process()
@@ -93,8 +102,11 @@ def with_memory(value: Any) -> Any:
 
 
 def _device_of_process() -> torch.device | str:
-    """Return the device on which stock DCP allocates tensors that were on the meta device. This is a device on which
-    the process group communicates, the CPU if possible. The public ``get_backend_config`` returns text to be parsed."""
+    """Return the device on which stock DCP allocates tensors that were on the meta device.
+
+    The process group communicates on this device; it is the CPU if possible. The public ``get_backend_config`` returns
+    text to be parsed.
+    """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return _get_object_coll_device()
     device = torch.get_default_device()
@@ -102,8 +114,10 @@ def _device_of_process() -> torch.device | str:
 
 
 def shard_of(value: Any) -> tuple[Shape, Shape] | None:
-    """Return begin and end of this rank's part of a tensor that is sharded over several ranks. Both are empty if the
-    rank has no part. Return None for any other tensor."""
+    """Return begin and end of this rank's part of a tensor that is sharded over several ranks; None for other tensors.
+
+    Both are empty if the rank has no part.
+    """
     if not isinstance(value, DTensor):
         return None
     from dcp_plugin.core.tensors import _torch_sharded  # only DTensors need it
@@ -142,12 +156,11 @@ class _PickleOnly:
 
 
 def pickled_parts(tree: Any) -> tuple[dict[str, bytes], dict[str, torch.UntypedStorage]]:
-    """Return the records that ``torch.save`` writes for ``tree`` before the payloads, in its order, and the storage of
-    each payload.
+    """Return the records that ``torch.save`` writes for ``tree`` before the payloads, and the storage of each payload.
 
-    ``torch.save`` itself copies and checksums the payloads; ``_save`` takes the writer as an argument. It records the
-    alignment that ``torch.utils.serialization.config`` asks for; the archives of this package always have torch's
-    default.
+    The public ``torch.save`` copies and checksums the payloads; ``_save`` takes the writer as an argument. ``_save``
+    records the alignment in ``torch.utils.serialization.config``. The archives of this package always have torch's
+    default, 64.
     """
     writer = _PickleOnly()
     torch.serialization._save(tree, writer, pickle, 2, False)  # type: ignore[no-untyped-call]
@@ -173,20 +186,19 @@ def undo_transforms(data: bytes | bytearray, descriptors: Sequence[str], limit: 
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """Return the number of in-place changes of the tensor and its views; None for inference tensors, which do not
-    count.
+    """Return the number of in-place changes of the tensor and its views; None for inference tensors, which count none.
 
-    Autograd uses the counter to detect tensors that changed before backward. Its notes document the counter, but there
-    is no public name.
+    Autograd uses the counter to detect tensors that changed before backward. The counter is documented in its notes,
+    but has no public name.
     """
     return None if tensor.is_inference() else tensor._version
 
 
 @contextmanager
 def rebuilding_on(device: str) -> Iterator[None]:
-    """Have the functions of ``TENSOR_GLOBALS`` make tensors on a device.
+    """Let the functions of ``TENSOR_GLOBALS`` make tensors on this device.
 
-    Some of them take the device from a pickle unless ``torch.load`` has noted its ``map_location`` for the thread.
+    Some of them take the device from the pickle, unless ``torch.load`` has noted its ``map_location`` for the thread.
     """
     state = torch.serialization._serialization_tls
     before, state.map_location = state.map_location, device
@@ -197,7 +209,7 @@ def rebuilding_on(device: str) -> Iterator[None]:
 
 
 def storage_of(content: torch.Tensor, offset: int) -> torch.UntypedStorage:
-    """Return the storage of bytes that are a record of a file, with the note that :func:`record_offset` returns."""
+    """Return the storage of a record of a file, with the note that :func:`record_offset` returns."""
     storage = content.untyped_storage()
     storage._checkpoint_offset = offset
     return storage
@@ -209,8 +221,11 @@ def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Ty
 
 
 def _sparse_tensor(layout: torch.layout, data: tuple[Any, ...]) -> torch.Tensor:
-    """Rebuild a sparse tensor. Torch's own function takes indices from outside the tensor, which ends the process as
-    soon as the tensor is used, and keeps the tensors of a load that fails."""
+    """Rebuild a sparse tensor, with its indices checked.
+
+    Torch's own function accepts indices outside the tensor: the first use of the tensor ends the process. It also keeps
+    the tensors of a load that fails.
+    """
     checks = not data[0].is_meta
     if layout is not torch.sparse_coo:
         compressed, plain, values, size = data
@@ -254,8 +269,8 @@ TENSOR_GLOBALS: dict[str, Any] = {
     },
     **{str(value): value for value in vars(torch).values() if isinstance(value, (torch.dtype, torch.qscheme))},
 }
-"""Globals that occur in the pickle of a tensor. The only list in torch is that of its restricted unpickler, which also
-has globals that no tensor needs."""
+"""Globals in the pickle of a tensor. Torch's own list, that of its restricted unpickler, also has globals that no
+tensor needs."""
 
 
 def name_of_today(module: str, name: str) -> tuple[str, str]:

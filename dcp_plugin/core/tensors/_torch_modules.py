@@ -1,8 +1,8 @@
 """Private names of ``nn.Module`` and ``Optimizer``, each with the reason why no public name suffices.
 
-The public ``nn.Module.load_state_dict`` requires a state dict of the complete module. A load that fills memory in place
-therefore walks the modules itself and calls their hooks. ``tests/core/tensors/test_torch_canary.py`` fails when a name
-moves or changes its meaning.
+The public ``nn.Module.load_state_dict`` requires a state dict of the complete module. A load of this package fills the
+memory of parameters in place. It therefore walks the modules itself and calls their hooks.
+``tests/core/tensors/test_torch_canary.py`` fails when a name moves or changes its meaning.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ class Incompatible:
 
 
 def checkpointable_parameters(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters with the fields of ``CheckpointableTensor``. They are rare, and every save looks for
-    them.
+    """Return the parameters with the fields of ``CheckpointableTensor``, which are rare.
 
     Raises:
         CheckpointMismatch: A parameter is DeepSpeed's: with ZeRO-3 it has no elements between two steps.
@@ -52,10 +51,12 @@ _OF_DEEPSPEED = re.compile(r"deepspeed\.runtime\.(.*engine|zero|bf16_optimizer|f
 
 
 def refuse_deepspeed(name: str, value: Any) -> Any:
-    """Return a value of the state. Its schedulers and its optimizers outside of an engine, as FusedAdam, may be saved.
+    """Return a value of the state, unless it belongs to an engine of DeepSpeed.
+
+    DeepSpeed's schedulers, and its optimizers outside of an engine such as FusedAdam, are returned as well.
 
     Raises:
-        CheckpointMismatch: It is an engine of DeepSpeed, or a parameter or an optimizer of one.
+        CheckpointMismatch: The value is an engine, or a parameter or an optimizer of an engine.
     """
     if hasattr(value, "ds_id") or any(_OF_DEEPSPEED.match(cls.__module__) for cls in type(value).__mro__):
         raise CheckpointMismatch(
@@ -77,14 +78,18 @@ def own_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def own_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Return all children by name. ``named_children()`` leaves out the second name of a child, which
-    ``load_state_dict`` requires."""
+    """Return all children by name, with every name of a child.
+
+    ``named_children()`` leaves out the second name of a child, which ``load_state_dict`` requires.
+    """
     return ((name, child) for name, child in module._modules.items() if child is not None)
 
 
 def union_of(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter]) -> nn.Module:
-    """Return a module with these children and parameters. Their names may have dots or equal those of methods, which
-    ``add_module`` refuses."""
+    """Return a module with these children and parameters.
+
+    The public ``add_module`` refuses names with dots, and names of methods.
+    """
     union = nn.Module()
     union._modules.update(modules)
     union._parameters.update(parameters)
@@ -92,15 +97,20 @@ def union_of(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Param
 
 
 def own_state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and persistent buffers of a module without its children. Torch has no public list of the
-    persistent buffers."""
+    """Return the parameters and persistent buffers of a module without its children.
+
+    Torch has no public list of the persistent buffers.
+    """
     buffers = {name: b for name, b in own_buffers(module) if name not in module._non_persistent_buffers_set}
     return {**dict(own_parameters(module)), **buffers}
 
 
 def reparametrized(module: nn.Module) -> dict[str, str]:
-    """Return the plain name of each parameter of a module itself that torch has replaced by a function of another
-    parameter, by the name of that. Torch has no public list of the pruned names."""
+    """Return the name of each parameter of a module itself that prunes or parametrizes another -> the plain name.
+
+    Pruning and ``parametrize`` replace a parameter by a function of a new one, such as ``weight`` by a function of
+    ``weight_orig``. Torch has no public list of the pruned names.
+    """
     prune: Any = sys.modules.get("torch.nn.utils.prune")  # no module is pruned before this is imported
     hooks = module._forward_pre_hooks.values() if prune else ()
     pruned = [hook._tensor_name for hook in hooks if isinstance(hook, prune.BasePruningMethod)]
@@ -126,7 +136,7 @@ _HARMLESS_HOOKS = {
     # Ours waits for a copy. A load has waited before it reads.
     ("dcp_plugin.core.staging.guard", "_before_load"),
 }  # fmt: skip
-"""Hooks that change nothing if a load fills the memory of the parameters."""
+"""Hooks, by module and name, that change nothing if a load fills the memory of the parameters."""
 
 
 _OPTIMIZER_HOOKS = (
@@ -150,7 +160,7 @@ _DELEGATING = {
 def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """Return the user's optimizer inside of the wrappers of Accelerate, Fabric and Lightning.
 
-    For a ZeroRedundancyOptimizer it is the optimizer of this rank, with the groups of all ranks.
+    For a ZeroRedundancyOptimizer, return the optimizer of this rank, with the groups of all ranks.
 
     Raises:
         CheckpointMismatch: A ZeroRedundancyOptimizer has no optimizer of torch's layout on this rank.
@@ -164,8 +174,8 @@ def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 def _with_all_groups(zero: Any) -> Any:
     """Return the optimizer that a ZeroRedundancyOptimizer has on this rank, with the groups of all ranks.
 
-    Its own ``state_dict`` first sends the state of all ranks to one. The result shares state and groups with it, and
-    ``owned`` has the ids of the parameters whose state is on this rank.
+    The ``state_dict`` of a ZeroRedundancyOptimizer first sends the state of all ranks to one rank. The result shares
+    state and groups with it. ``owned`` has the ids of the parameters whose state is on this rank.
     """
     local = getattr(zero, "optim", None)
     if local is None or has_own_state_dict(local):
@@ -180,8 +190,10 @@ def _with_all_groups(zero: Any) -> Any:
 
 
 def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether custom code of an optimizer makes or takes its state dict: an override or a hook. Torch has no
-    public list of the hooks."""
+    """Return whether custom code, an override or a hook, makes or takes the state dict of an optimizer.
+
+    Torch has no public list of the hooks.
+    """
     for method in ("state_dict", "load_state_dict"):
         if overrides_on_instance(optimizer, method) or getattr(type(optimizer), method) is not getattr(
             torch.optim.Optimizer, method
@@ -191,9 +203,9 @@ def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def new_state(optimizer: Any, parameter: Any, slot: str) -> Any:
-    """Return the tensor that a low-bit optimizer of torchao makes for a slot at its first step; None for any other.
+    """Return the tensor that a low-bit optimizer of torchao makes for a slot at its first step; None for others.
 
-    torchao has no public function for it. Averages of squares are made without a sign.
+    torchao has no public function for it. The last argument is False for averages of squares, which have no sign.
     """
     has_constructor = any(cls.__module__.startswith("torchao.") for cls in type(optimizer).__mro__)
     make = getattr(optimizer, "_new_buffer", None) if has_constructor else None
@@ -201,8 +213,10 @@ def new_state(optimizer: Any, parameter: Any, slot: str) -> Any:
 
 
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer's class is torch's, so that its behaviour is known. Subclasses outside of torch may
-    do anything."""
+    """Return whether the optimizer's class is torch's, so that its behaviour is known.
+
+    A subclass outside of torch may do anything.
+    """
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
@@ -227,9 +241,9 @@ and a step of an optimizer to find them would run global hooks."""
 
 
 def slots_of_torch(optimizer: torch.optim.Optimizer) -> set[str] | None:
-    """Return the slots that an optimizer keeps for every parameter if its ``step`` is torch's, and None otherwise.
+    """Return the slots that an optimizer keeps for every parameter; None if its ``step`` is not torch's.
 
-    The first instance of a class has torch wrap ``step`` in that class. The functions inside the wrappers are compared.
+    Torch wraps ``step`` of a class when the first instance is made, so the functions inside the wrappers are compared.
     """
     step = inspect.unwrap(type(optimizer).step)
     return next((slots for cls, slots in _SLOTS_OF_TORCH.items() if inspect.unwrap(cls.step) is step), None)
@@ -254,9 +268,9 @@ def takes_argument(function: Callable[..., Any], name: str) -> bool:
 
 
 # torch's ``_patch_model_state_dict`` and ``_patch_optimizer_state_dict`` replace ``state_dict`` and ``load_state_dict``
-# of an instance by functions that return parameter names and sharded tensors. The adapters of this package do the same
-# work on the unpatched instance, because the functions take no further arguments, and FSDP1 gathers nothing from a
-# patched optimizer.
+# of an instance. The new functions return parameter names and sharded tensors. The adapters of this package do the same
+# work on the unpatched instance: the functions take no further arguments, and FSDP1 gathers nothing from a patched
+# optimizer.
 
 
 def unpatched(owner: nn.Module | torch.optim.Optimizer, method: str) -> Callable[..., Any]:
@@ -275,6 +289,7 @@ def patched_together(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Opti
     patch: Any = vars(optimizer).get("state_dict")
     if not _is_patch(patch):
         return ()
+    # The patch is a closure over a partial call, which alone knows the optimizers.
     optimizers = inspect.getclosurevars(patch).nonlocals["_state_dict_call"].keywords["optimizers"]
     return (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
 
@@ -284,7 +299,7 @@ def _is_patch(method: Any) -> bool:
 
 
 def takes_state_dict(module: nn.Module) -> bool:
-    """Return whether code of a submodule sees the state dict during a load, and so may change the loaded values."""
+    """Return whether code of the module sees the state dict during a load, and may therefore change loaded values."""
     if type(module)._load_from_state_dict not in _NEED_NO_STATE_DICT or "_load_from_state_dict" in vars(module):
         return True
     return any(not _is_harmless(getattr(hook, "hook", hook)) for hook in module._load_state_dict_pre_hooks.values())
@@ -293,7 +308,7 @@ def takes_state_dict(module: nn.Module) -> bool:
 def load_from_state_dict(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, incompatible: Incompatible
 ) -> None:
-    """Load one module without its children, and run its pre-hooks. Misfits are added to ``incompatible``."""
+    """Load one module without its children, and run its pre-hooks. Add misfits to ``incompatible``."""
     found = incompatible.missing, incompatible.unexpected, incompatible.errors
     try:
         module._load_from_state_dict(state, prefix, metadata, True, *found)
@@ -310,7 +325,7 @@ def restore_quantization(module: nn.Module, values: Mapping[str, Any]) -> None:
     """Give the 4-bit weights of bitsandbytes their quantization state, which its layers save and do not load.
 
     Args:
-        values: Loaded values by their key in ``state_dict()``, those of other modules included.
+        values: Loaded values by their key in ``state_dict()``, also those of other modules.
     """
     for name, parameter in module.named_parameters():
         own = {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}

@@ -1,8 +1,9 @@
 """Tensors that are distributed over ranks, described by their chunks on this rank.
 
-The position of a shard comes from the protocols that DCP uses: ``__create_chunk_list__`` (DTensor,
-``LocalShardsWrapper``; a public ``compute_local_shape_and_global_offset`` does not exist) and, since torch 2.14,
-``CheckpointableTensor``. As :mod:`dcp_plugin.core.tensors._torch`, this module names private parts of torch.
+The protocols that DCP uses give the position of a shard. DTensor and ``LocalShardsWrapper`` have
+``__create_chunk_list__``; torch has no public ``compute_local_shape_and_global_offset``. Since torch 2.14 a tensor may
+have the fields of ``CheckpointableTensor``. Like :mod:`dcp_plugin.core.tensors._torch`, this module names private parts
+of torch.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from dcp_plugin.core.types import LocalChunk, Shape, ShardedValue
 
 
 def described(value: Any, any_rank: bool) -> ShardedValue:
-    """Return the result of :func:`dcp_plugin.core.tensors._torch.sharded_value` for a tensor that is not of torch's own
-    class, or has the fields of a ``CheckpointableTensor``."""
+    """Return the result of :func:`dcp_plugin.core.tensors._torch.sharded_value` for tensors that are not plain.
+
+    They are not of torch's own class, or have the fields of a ``CheckpointableTensor``.
+    """
     if isinstance(value, ShardedTensor):
         metadata = value.metadata()
         chunks = [
@@ -48,7 +51,7 @@ def described(value: Any, any_rank: bool) -> ShardedValue:
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """Wait for a collective and return its result; return any other tensor unchanged."""
+    """Return the result of a collective, after waiting for it; return any other tensor unchanged."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
@@ -73,7 +76,7 @@ def _of_protocol(value: Any, shape: Shape, dtype: torch.dtype, origin: Any = Non
         if 0 not in chunk.sizes or 0 in shape:
             shard = settled(value.__get_tensor_shard__(MetadataIndex("", chunk.offsets, number)))
             chunks.append(_chunk(tuple(chunk.offsets), tuple(chunk.sizes), shard))
-    if chunks:  # the dtype of a LocalShardsWrapper differs from that of its shards
+    if chunks:  # the dtype of a LocalShardsWrapper may differ from that of its shards, which are written
         dtype = chunks[0].tensor.dtype
     return _of_chunks(shape, dtype, chunks, origin)
 
@@ -123,7 +126,7 @@ def shard_of(value: DTensor) -> tuple[Shape, Shape] | None:
 def _box_of(value: DTensor) -> tuple[Shape, Shape] | None:
     """Return offsets and sizes of this rank's shard; None if the rank has no shard.
 
-    Torch takes 0.3 ms for the computation. Layers are mostly alike, so results are cached.
+    Torch takes 0.3 ms for the computation. Results are cached, because layers are mostly alike.
     """
     coordinate = value.device_mesh.get_coordinate()
     if coordinate is None:  # this rank is not part of the tensor's mesh
@@ -163,5 +166,5 @@ def _check_placements(value: DTensor) -> None:
 
 _MOST_BOXES = 10_000
 _boxes: dict[Any, tuple[Shape, Shape] | None] = {}
-"""Boxes by all values that determine a shard's position. The mesh itself is no key: a later process group makes a new
-one."""
+"""Boxes by all values that determine a shard's position. The mesh itself is no key: a later process group has another.
+"""

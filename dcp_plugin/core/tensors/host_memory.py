@@ -1,9 +1,9 @@
 """The bytes of tensors, in pieces, as host memory.
 
-A contiguous tensor on the host is read and written in place, without a copy. Any other tensor (strided, conjugated, on
-a device) is copied piece by piece through the blocks of :class:`Rings`, so no save or load needs memory for a complete
-tensor. For a device the blocks are pinned and the copies asynchronous: while one block is written or read, the next
-block is being copied.
+The rule: no save or load needs memory for the copy of a complete tensor. A contiguous tensor on the host is read and
+written in place. Any other tensor (strided, conjugated, on a device) is copied piece by piece, through the blocks of
+:class:`Rings`. For a device the blocks are pinned and the copies asynchronous: while one block is written or read, the
+next block is being copied.
 """
 
 from __future__ import annotations
@@ -19,19 +19,24 @@ import torch
 from dcp_plugin.core.errors import CheckpointMismatch
 
 READ_PIECE = 1 << 20
-"""Largest piece that is read and then checked, in bytes. It fits into the processor's cache: pieces of 8 MiB would be
-fetched from DRAM again for the check. A multiple of every checksum block size."""
+"""Largest piece that is read and then checked, in bytes; a multiple of every size of a checksum block.
+
+It fits into the processor's cache. Pieces of 8 MiB would be fetched from DRAM again for the check.
+"""
 PIECE = 512 << 10
-"""Largest piece that is checked and then written, in bytes, small for the same reason. The page cache stores a piece as
-one unit, so smaller pieces are slower to read. Larger pieces are written back later, and a save waits for that."""
+"""Largest piece that is checked and then written, in bytes. It fits into the processor's cache for the same reason.
+
+The page cache stores a piece as one unit, so smaller pieces are slower to read. Larger pieces are written back later,
+and a save waits for that.
+"""
 BLOCK = 4 << 20
 _BLOCKS = 3  # one block is being written or read while two are being copied
 
 
 def host_bytes(nbytes: int, pinned: bool = False) -> torch.Tensor:
-    """Allocate host memory, independent of the default device.
+    """Allocate host memory, independent of the default device and of ``inference_mode``.
 
-    Memory that is made inside of ``inference_mode`` could not be written outside of it, where a later save reuses it.
+    A later save reuses the memory outside of ``inference_mode``, where torch refuses to write memory made inside of it.
     """
     with torch.inference_mode(False):
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
@@ -48,7 +53,7 @@ class Block:
         self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
 
     def take(self, count: int) -> torch.Tensor:
-        """Return the next ``count`` bytes, aligned for any dtype; fresh memory if the block is used up."""
+        """Return the next ``count`` bytes, aligned for any dtype, or fresh memory if the block is used up."""
         start, self._taken = self._taken, self._taken + count + -count % 64
         return self.memory[start : start + count] if self._taken <= BLOCK else host_bytes(count)
 
@@ -94,6 +99,8 @@ class Rings:
             memory = memory_view(tensor)
             yield from (memory[start : start + size] for start in range(0, len(memory), size))
             return
+        # All blocks of the device are being filled before the first is yielded. While the caller uses a piece, the
+        # copies into the other blocks continue.
         copies_under_way: deque[tuple[Block, int]] = deque()
         for part in parts_of(tensor, BLOCK):
             block = self.next(tensor.device)
@@ -116,43 +123,43 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
 
 
 def memory_view(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a tensor for which :func:`is_plain_memory` is true. The view keeps the tensor alive.
-
-    ``tensor.numpy()`` supports fewer dtypes and takes five times as long, which matters for thousands of small tensors.
-    """
+    """Return the memory of a tensor for which :func:`is_plain_memory` is true. The view keeps the tensor alive."""
+    # A ctypes array at the address. ``tensor.numpy()`` supports fewer dtypes, and takes five times as long: that counts
+    # for thousands of small tensors. The owner keeps the memory: an aborted upload may read it a moment longer.
     memory = (ctypes.c_ubyte * tensor.nbytes).from_address(address_of(tensor))
-    memory.owner = tensor  # type: ignore[attr-defined]  # an aborted upload may read the memory a moment longer
+    memory.owner = tensor  # type: ignore[attr-defined]
     return memoryview(memory).cast("B")
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Return the address of the tensor's memory, which is never 0: access at address 0 would kill the process.
+    """Return the address of the tensor's memory. It is 0 only for a tensor without elements.
 
     Raises:
         CheckpointMismatch: The tensor has no memory. Saves and loads check for this earlier, with the key.
     """
-    if tensor.nbytes and not tensor.untyped_storage().data_ptr():  # data_ptr() raises for most tensors without memory
+    # An access at address 0 would kill the process. For most tensors without memory, data_ptr() raises by itself.
+    if tensor.nbytes and not tensor.untyped_storage().data_ptr():
         raise CheckpointMismatch(f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} has no memory")
     return tensor.data_ptr()
 
 
 def bytes_at(addresses: np.ndarray[Any, np.dtype[np.int64]], count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Copy ``count`` bytes at each address; the result has them on an additional axis. The caller keeps the memory
-    alive.
+    """Copy ``count`` bytes at each address; the result has them on an additional axis.
 
-    One numpy index operation on a view of the complete address range replaces a Python read per address. It touches
-    only the bytes at these addresses, since memory between the addresses may be unmapped.
+    The caller keeps the memory alive.
     """
+    # One numpy index on a view of the complete address range, instead of a read in Python for each address. It touches
+    # only the bytes at the addresses: memory between them may be unmapped.
     first = int(addresses.min())
     between = (ctypes.c_ubyte * (int(addresses.max()) + count - first)).from_address(first)
     memory, places = np.frombuffer(memoryview(between), np.uint8), addresses - first
-    if count in (2, 4, 8) and not (places % count).any():  # elements at aligned addresses: one index for each
+    if count in (2, 4, 8) and not (places % count).any():  # aligned elements need one index each, not one per byte
         return np.asarray(memory.view(f"u{count}")[places // count][..., None].view(np.uint8))
     return np.asarray(memory[places[..., None] + np.arange(count)])
 
 
 def parts_of(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
-    """Yield views that together are the tensor, in row-major order, each of at most ``limit`` bytes."""
+    """Yield views that together are the tensor, in row-major order. Each has at most ``limit`` bytes."""
     if tensor.nbytes <= limit:
         if tensor.numel():
             yield tensor
@@ -167,7 +174,7 @@ def parts_of(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
 
 
 def finish_device_work(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait for the work that this thread has queued on the tensors' devices, since copies use other streams."""
+    """Wait for the work that this thread has queued on the tensors' devices: copies use other streams."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 

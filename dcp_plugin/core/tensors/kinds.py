@@ -1,14 +1,17 @@
 """The kinds of tensors: with memory that can be read and written, made of other tensors, or impossible to store.
 
-Almost every tensor has memory, which the other modules access through its address. Some tensors have none. A wrapper
-subclass, such as torchao's quantized weights and optimizer states, consists of other tensors, its attributes. A tensor
-on the meta device, a tensor of ``torch.compile``, or a tensor whose storage FSDP has freed has no values at all. All of
-these have shape, dtype and strides like any other tensor, but reading at their address kills the process. Callers
-therefore call :func:`require_memory` before they access the first byte.
+The rule: callers call :func:`require_memory` before they access the first byte of a tensor. Almost every tensor has
+memory, which the other modules access through its address. A tensor without memory has shape, dtype and strides like
+any other, but reading at its address kills the process. These have none:
 
-Two kinds are stored *whole*, as one item made by ``torch.save``: a wrapper subclass that can be taken apart
-(``__tensor_flatten__``), and torch's quantized tensors, because their memory does not include the scales
-(:mod:`dcp_plugin.core.format.values`).
+- A wrapper subclass, such as torchao's quantized weights and optimizer states. It consists of other tensors, which are
+  its attributes.
+- A tensor on the meta device, a tensor of ``torch.compile``, and a tensor whose storage FSDP has freed. They have no
+  values at all.
+
+Two kinds are stored *whole*, as one item made by ``torch.save`` (:mod:`dcp_plugin.core.format.values`): a wrapper
+subclass that can be taken apart (``__tensor_flatten__``), and torch's quantized tensors. The memory of the latter does
+not include the scales.
 """
 
 from __future__ import annotations
@@ -35,9 +38,9 @@ OF_ITS_OWN_CLASS = "stored as a tensor subclass with parts of its own"
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return an identity that is equal for two tensors with the same memory and the same view of it, as tied weights.
+    """Return an identity that is equal for two tensors with the same memory and the same view of it: tied weights.
 
-    For a tensor made of other tensors, the identity consists of the memory of its parts. Any other tensor without
+    The identity of a tensor made of other tensors consists of the memory of its parts. A tensor of another kind without
     memory equals no other tensor.
     """
     address: Any
@@ -51,8 +54,10 @@ def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def is_stored_whole(tensor: torch.Tensor) -> bool:
-    """Return whether ``torch.save`` makes the tensor's item: for a wrapper subclass that can be taken apart, and for a
-    quantized tensor."""
+    """Return whether ``torch.save`` makes the tensor's item.
+
+    It does for a wrapper subclass that can be taken apart, and for a quantized tensor.
+    """
     if type(tensor) not in EXACTLY_TENSORS and _is_wrapper(tensor):
         return True
     return tensor.layout is torch.strided and tensor.is_quantized
@@ -65,7 +70,7 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def _storage_address(tensor: torch.Tensor) -> int:
-    """Return the address of the storage, or 0 without one. The tensor's own ``data_ptr()`` would add an offset to 0."""
+    """Return the address of the storage; 0 without one. The tensor's own ``data_ptr()`` would add an offset to 0."""
     try:
         return tensor.untyped_storage().data_ptr()
     except Exception:  # each kind of tensor without memory raises another exception
@@ -87,11 +92,10 @@ def require_memory(tensor: torch.Tensor) -> None:
 
 
 def is_dense_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is of the common kind: no subclass, contiguous, not empty, of a dtype that can be stored,
-    and in memory.
+    """Return whether a tensor is of the common kind: plain, contiguous, not empty, of a storable dtype, and in memory.
 
-    This check takes less than a microsecond. If it is true, :func:`is_stored_whole` is false and :func:`require_memory`
-    passes, so neither has to run for thousands of tensors. If it is false, these two decide.
+    This check takes less than a microsecond, and saves the slower checks for thousands of tensors. For a tensor of the
+    common kind, :func:`is_stored_whole` is false and :func:`require_memory` passes. For others, these two decide.
     """
     try:
         if type(tensor) not in EXACTLY_TENSORS or tensor.layout is not torch.strided or tensor.is_nested:
@@ -163,7 +167,7 @@ def require_parts(tensor: torch.Tensor) -> None:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Return the number of bytes of the storage up to the end of the tensor's last element."""
+    """Return the bytes of the storage up to the end of the tensor's last element."""
     if tensor.is_contiguous():
         return int(tensor.storage_offset()) * tensor.itemsize + tensor.nbytes if tensor.nbytes else 0
     if not tensor.numel():
@@ -192,8 +196,9 @@ def _require_storable(dtype: torch.dtype) -> None:
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a host copy of a tensor that is stored whole. The copy shares no memory with the tensor, and its storages
-    have no unused bytes.
+    """Return a host copy of a tensor that is stored whole.
+
+    The copy shares no memory with the tensor. Its storages have no unused bytes, which ``torch.save`` would write.
 
     Raises:
         CheckpointMismatch: Parts of the tensor are not in memory, or its class cannot be rebuilt from copied parts. The
@@ -236,7 +241,7 @@ def size_of(tensor: torch.Tensor) -> int:
 
 
 def fill(target: torch.Tensor, loaded: torch.Tensor) -> None:
-    """Copy a loaded tensor into the target: part by part if both have the same parts, else with ``copy_``.
+    """Copy a loaded tensor into the target: part by part if both have the same parts, otherwise with ``copy_``.
 
     A plain target gets the values that ``copy_`` makes of a subclass, as in stock DCP.
 
@@ -279,6 +284,7 @@ def narrowed(tensor: torch.Tensor, narrow: Callable[[torch.Tensor], torch.Tensor
     """
     try:
         part = narrow(tensor)
+        # A part with memory of its own is a copy: values loaded into it would be lost.
         if _memory(part) <= _memory(tensor):
             return part
         error: object = "a part of it is a copy"

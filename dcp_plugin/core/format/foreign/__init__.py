@@ -10,10 +10,10 @@ Accelerate's folder       ``pytorch_model_fsdp_0/``, ``pytorch_model_fsdp.bin``,
 Lightning's directory     ``.metadata``, and a ``meta.pt`` with ``pytorch-lightning_version``
 ========================  ==========================================================================================
 
-The contents decide, never a suffix. The model gets the keys ``model.`` (several: ``model_0.``, ``model_1.``), as in our
-own checkpoints. No code is executed, and no payload is read before a load asks for it. Files may be links to files
-outside the directory, as in a snapshot of the Hugging Face cache. An index inside a directory may only name plain files
-in that directory.
+The rule: no code is executed, and no payload is read before a load asks for it. The contents decide, never a suffix.
+The keys of the model begin with ``model.`` as in our own checkpoints; those of several with ``model_0.``, ``model_1.``.
+Files may be links to files outside the directory, as in a snapshot of the Hugging Face cache. An index inside a
+directory may only name plain files in that directory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PLACE = 128
 class View(NamedTuple):
     """Tensor in a file: its elements begin at ``start`` bytes and are ``strides`` elements apart.
 
-    A file may have a million views: a tuple is made in a fifth of the time of a frozen dataclass.
+    A tuple, because a file may have a million views: a frozen dataclass takes five times as long to make.
     """
 
     file: str
@@ -67,7 +67,7 @@ class View(NamedTuple):
 
 @dataclass
 class Contents:
-    """Views and plain values by key, and their files with the sizes in bytes."""
+    """Views and plain values by key, and the files with their sizes in bytes."""
 
     format: str
     files: dict[str, int]
@@ -118,6 +118,7 @@ class Contents:
 
     def _table(self, chunks: list[View]) -> KeyColumns:
         """Return the columns of the keys: those of views, of tensors in parts, of values."""
+        # map() and chain() over attributes: no loop in Python runs over the views, of which a file may have a million.
         tensors = [*self.views.values(), *map(_joined, self.parts.values())] if self.parts else chunks
         dtypes, shapes = list(map(_DTYPE, tensors)), list(map(_SHAPE, tensors))
         names = {dtype: str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes)}
@@ -137,7 +138,7 @@ class Contents:
         return KeyColumns(keys, list(names.values()), unusual_paths(self.paths), columns)
 
     def _places(self, chunks: list[View]) -> Places:
-        """Return the places of chunks; a value has none, and its row is zeros."""
+        """Return the places of chunks. A value has no place, and a row of zeros."""
         numbers = {name: number for number, name in enumerate(self.files)}
         count = len(chunks)
         place = np.zeros((count + len(self.values), 4), np.int64)
@@ -150,7 +151,8 @@ class Contents:
         for number in strided:
             spans[number] = chunks[number].span
         place[:count, 1] = place[:count, 3] = spans
-        place[[*strided, *range(count, len(place))], 2:] = -1, 0  # of unknown layout
+        # Tensors that are not row-major, and values, count as items of unknown layout.
+        place[[*strided, *range(count, len(place))], 2:] = -1, 0
         return Places.without_hashes(list(self.files), file, place)
 
 
@@ -167,8 +169,8 @@ def fingerprint_of(files: Files, contents: Contents) -> str:
     """Return a digest of the files: their sizes, the names and places of all tensors, and a few bytes of each.
 
     The files have no checksums to compare, and reading every byte would cost as much as the load. A training changes a
-    tensor nearly everywhere; a single flipped bit goes unnoticed. Optimizers do not count: no save leaves out their
-    state because a base has it, and the bases of earlier checkpoints were identified without them.
+    tensor nearly everywhere, so samples show it. A single flipped bit goes unnoticed. Optimizers do not count, because
+    no save leaves out their state for a base; earlier checkpoints identify their base without them.
     """
     digest = hashlib.sha256()
     optimizers = tuple(f"{name}." for name, kind in contents.kinds.items() if kind == "optimizer")
@@ -182,6 +184,7 @@ def fingerprint_of(files: Files, contents: Contents) -> str:
                 layout = key, view.start, view.dtype, view.shape, view.strides
                 description = repr(layout if view.offsets is None else (*layout, view.offsets)).encode()
                 span = view.span
+                # A sample at the begin, in the middle and at the end; the description is hashed once, with the first.
                 for start in (0, (span - _PLACE) // 2, span - _PLACE):
                     samples.append((description, view.start + max(0, start), min(_PLACE, span)))
                     description = b""

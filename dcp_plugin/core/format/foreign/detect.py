@@ -1,8 +1,8 @@
 """Detection and reading of checkpoints of other tools.
 
-The format of a path that is no DCP checkpoint follows from the first bytes of its files and from their names. The
-sharded checkpoints that Lightning and Accelerate save without this package are DCP's, with names of their own; they
-become one index with our names.
+For a path that is no DCP checkpoint, the format follows from the first bytes of its files and from their names.
+Lightning and Accelerate also save sharded checkpoints that are DCP's, with names of their own. Each becomes one index
+with our names.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def kind_of_file(files: Files, name: str) -> str:
         return f"it cannot be read ({error.strerror})"
     if head.startswith(MAGIC):
         return "torch.save"
+    # safetensors has no magic number: a plausible length of the header and the first character of its JSON are enough.
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= safetensors.MOST_HEADER:
         return "safetensors"
     if head.startswith(_LFS):
@@ -124,7 +125,7 @@ def _models_in(names: list[str]) -> dict[int, str]:
 
 
 def _read_models(files: Files, models: dict[int, str]) -> Contents:
-    """Return the contents of ``model.safetensors``, ``model_1.safetensors``, …: Accelerate numbers several models."""
+    """Return the contents of ``model.safetensors``, ``model_1.safetensors``, …, the names of Accelerate's models."""
     contents = []
     for number, name in sorted(models.items()):
         kind = kind_of_file(files, name)
@@ -184,7 +185,7 @@ def _read_shard(files: Files, index: str, name: str, keys: list[str]) -> Content
 
 
 def _renamed(contents: Contents, old: str, new: str) -> Contents:
-    """Return only the module, under another name: the other values would occur once for every model."""
+    """Return only the module, under another name. The other values would occur once for every model."""
     contents.views = {
         new + key.removeprefix(old): view for key, view in contents.views.items() if key.startswith(f"{old}.")
     }
@@ -200,8 +201,9 @@ def not_found(label: str, reason: str) -> CheckpointNotFound:
 def lightning_names(names: Iterable[str]) -> dict[str, str]:
     """Return our names for the first segments of the keys in Lightning's sharded directory.
 
-    FSDP1 writes ``model``, ModelParallel ``state_dict``, both ``optimizer_0``, ``optimizer_1``, …: they become
-    ``model`` and ``optim``, or ``optim_0``, ``optim_1``, … All other names stay, and so do names that are already ours.
+    FSDP1 writes ``model``, and ModelParallel ``state_dict``; both become ``model``. Both write ``optimizer_0``,
+    ``optimizer_1``, …: a single optimizer becomes ``optim``, several become ``optim_0``, ``optim_1``, … All other names
+    stay, and so do names that are already ours.
     """
     names = list(dict.fromkeys(names))
     optimizers = [name for name in names if _LIGHTNING_OPTIMIZER.fullmatch(name)]
@@ -210,7 +212,7 @@ def lightning_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def is_of_lightning(files: Files) -> bool:
-    """Return whether Lightning wrote it. Fabric's checkpoints have such a file too, but with the user's own names."""
+    """Return whether Lightning wrote ``meta.pt``. Fabric writes such a file too, but its names are the user's own."""
     try:
         return torch_file.LIGHTNING.encode() in torch_file.pickle_of(files, META)
     except CheckpointUnreadable:

@@ -1,10 +1,10 @@
 """Reader of safetensors: one file, an index of several, or files with parts of the same tensors.
 
-Stock DCP's ``HuggingFaceStorageWriter(save_distributed=True)`` writes the last kind, a file for each rank. Each file's
-metadata record where its parts begin in the tensors; Hugging Face's own tools ignore this.
+A file consists of 8 bytes of length, a JSON header, and the tensors end to end. The rule: the header is checked before
+use. Its size is bounded, its tensors have no holes and do not overlap, and the last one ends where the file does.
 
-A file consists of 8 bytes of length, a JSON header, and the tensors end to end. The header is checked before use: its
-size is bounded, its tensors have no holes and do not overlap, and the last one ends where the file does.
+Stock DCP's ``HuggingFaceStorageWriter(save_distributed=True)`` writes files with parts, one for each rank. The metadata
+of each file record where its parts begin in the tensors; Hugging Face's own tools ignore this.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def read_parts(files: Files, names: list[str]) -> Contents:
     """Return the joint contents of several files that have parts of the same tensors.
 
     Raises:
-        CheckpointCorrupt, CheckpointMismatch: A file cannot be read, see :func:`read_file`; the files contradict
-            each other; or a file is missing.
+        CheckpointCorrupt, CheckpointMismatch: A file cannot be read (:func:`read_file`), a file is missing, or the
+            files contradict each other.
     """
     merged = Contents("safetensors", {}, kinds=dict(_KINDS))
     parts: dict[str, dict[Shape, View]] = {}
@@ -87,7 +87,8 @@ def read_parts(files: Files, names: list[str]) -> Contents:
         merged.files.update(contents.files)
         for key, view in contents.views.items():
             views = parts.setdefault(key, {})
-            views[begins[key]] = view._replace(offsets=begins[key])  # of equal parts the last counts, as in stock
+            # The last of several parts at one place counts, as in stock.
+            views[begins[key]] = view._replace(offsets=begins[key])
             first = next(iter(views.values()))
             if (first.dtype, len(first.shape)) != (view.dtype, len(view.shape)):
                 raise CheckpointCorrupt(
@@ -137,6 +138,7 @@ def read_file(files: Files, name: str, prefix: str = _PREFIX) -> Contents:
     if nbytes != expected:
         at = next(n for n, length in enumerate(nbytes) if length != expected[n])
         raise _damaged(files, name, f"{header.keys[at]} has {nbytes[at]} bytes and the shape {header.shapes[at]}")
+    # A view is made as a plain tuple of columns. Its constructor would be a Python call for each of a million tensors.
     starts = map(header.start.__add__, begins)
     columns = (repeat(name), starts, map(DTYPES.__getitem__, header.dtypes), header.shapes, repeat(None), repeat(None))
     views = map(partial(tuple.__new__, View), zip(*columns, strict=False))
@@ -164,13 +166,16 @@ def _header(files: Files, name: str) -> _Header:
 
 
 def _columns(entries_by_key: dict[str, Any], size: int, start: int, noted: dict[str, str]) -> _Header:
-    """Check the entries of a header in bulk: for a million entries, a loop takes twice as long as parsing them.
+    """Check the entries of a header in bulk, and return them as columns.
+
+    For a million entries, a loop over entries would take twice as long as parsing them.
 
     Raises:
         ValueError, KeyError, TypeError: An entry is malformed, or there is a hole or an overlap before its tensor.
     """
     keys, entries = list(entries_by_key), list(entries_by_key.values())
     offsets = [entry["data_offsets"] for entry in entries]
+    # Each pair of offsets is compared with the next: most headers are in the order of the bytes, and need no sort.
     if not all(map(le, offsets, islice(offsets, 1, None))):
         keys.sort(key=lambda key: entries_by_key[key]["data_offsets"])
         entries = [entries_by_key[key] for key in keys]

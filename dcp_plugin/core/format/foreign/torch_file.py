@@ -1,9 +1,11 @@
 """Reader of ``torch.save`` files: it loads the structure without payloads, and finds each tensor's place in the zip.
 
-The structure has its tensors on the meta device: only the pickle is read, and no code is executed. Torch notes in each
-storage where its record begins. That has to be a stored record of the zip's directory, and the tensor has to be inside
-it. Objects that only executing code would restore are left out, unless it is then uncertain which tensors are the
-model.
+The rule: no code is executed, and no payload is read except those of extra states. The structure has its tensors on the
+meta device. Each storage has a note of the position where its record begins. A stored record of the zip's directory
+must begin there, and the tensor must be inside it.
+
+Objects that only executing code would restore are left out. The file is refused if it is then uncertain which tensors
+are the model.
 """
 
 from __future__ import annotations
@@ -65,8 +67,10 @@ def refused_in(value: Any) -> str:
 
 
 def leaves_of(value: Any) -> Iterator[Any]:
-    """Yield the leaves of nested containers and the keys of mappings. A pickle can nest containers endlessly, and in
-    themselves."""
+    """Yield the leaves of nested containers and the keys of mappings.
+
+    Each container is walked once, without recursion: it may contain itself.
+    """
     seen: set[int] = set()
     todo = [value]
     while todo:
@@ -82,10 +86,10 @@ def leaves_of(value: Any) -> Iterator[Any]:
 
 
 def read_file(files: Files, name: str) -> Contents:
-    """Read a ``torch.save`` file: state dicts as modules, optimizers with numbers for parameters, and other tensors and
-    plain values.
+    """Read a ``torch.save`` file: its state dicts as modules, its optimizers, and its other tensors and plain values.
 
-    An optimizer is left out if it has anything but plain tensors and plain values, or is in a file of Lightning.
+    The parameters of an optimizer have numbers. An optimizer is left out if it has other objects than plain tensors and
+    plain values. Optimizers in a file of Lightning are left out.
 
     Raises:
         CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint: The zip contradicts itself, cannot be read, or its
@@ -119,6 +123,7 @@ def read_file(files: Files, name: str) -> Contents:
             elif key.endswith(_EXTRA_STATE) or isinstance(leaf, StandIn) or values.is_plain(leaf):
                 refused = refused_in(leaf)
                 contents.values[key] = RefusedValue(refused) if refused else leaf
+        # Tensors in extra states were loaded without memory, and an extra state is a value, which is not read later.
         if any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(contents.values)):
             _replace_by_loaded(contents, file)
     return contents
@@ -176,7 +181,7 @@ def modules_in(tree: Tree) -> dict[str, Tree]:
 def _is_certain(tree: Tree, model: Tree | None) -> bool:
     """Return whether the model has a usual name, and no other usual name has a refused object.
 
-    Otherwise an average of the weights could be taken for the weights because the module itself was pickled.
+    Otherwise, where the module itself was pickled, an average of the weights could be taken for the weights.
     """
     named = [tree[name] for name in _MODEL_NAMES if name in tree]
     return any(state is model for state in named) and not any(
@@ -214,10 +219,11 @@ def _other_leaves(node: Tree, taken: set[int], prefix: str = "", depth: int = _D
 
 
 def _replace_by_loaded(contents: Contents, file: _File) -> None:
-    """Load the tensors of extra states: torch makes them, with their classes, layouts and shared memory.
+    """Replace the tensors of extra states, which are on the meta device, by loaded tensors.
 
-    No other payload is read.
+    Torch makes them, with their classes, layouts and shared memory. No other payload is read.
     """
+    # A stand-in for a tensor that cannot be on the meta device has no record: then all records are read.
     tensors = [leaf for leaf in leaves_of(contents.values) if isinstance(leaf, torch.Tensor)]
     needs_all = any(isinstance(tensor, _NotOnMeta) for tensor in tensors)
     wanted = None if needs_all else {record_offset(tensor) or 0 for tensor in tensors}
@@ -233,6 +239,7 @@ def _view(file: _File, key: str, tensor: torch.Tensor) -> View:
             f"{file.label}: {key} is not a plain tensor (a {type(tensor).__name__}). Load the file with torch.load, "
             f"convert the tensor (to_dense(), dequantize(), resolve_conj()) and save it again."
         )
+    # The position is a note in the storage, and the file decides about offset, shape and strides: both are checked.
     begin = record_offset(tensor)
     if begin not in file.sizes:
         raise CheckpointCorrupt(
@@ -253,7 +260,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _structure(file: _File, wanted: Collection[int] | None = ()) -> tuple[Any, UnsafeCheckpoint | None]:
-    """Return the content of a file, by default without payloads, and the error to raise if its stand-ins are needed."""
+    """Return the content of a file, by default without payloads, and the error to raise if a stand-in is needed."""
     try:
         tree, names = load(file.archive, FILE if wanted is None or wanted else _ON_META, wanted)
         return tree, _refusal(file, names[0]) if names else None
@@ -275,7 +282,7 @@ def _refusal(file: _File, name: object) -> UnsafeCheckpoint:
 
 
 class _NotOnMeta(torch.Tensor):
-    """Tensor in place of one that cannot be on the meta device. Each kind of these has a subclass."""
+    """Tensor in place of a tensor that cannot be on the meta device. Each such kind has a subclass."""
 
 
 def _not_on_meta(kind: str) -> torch.Tensor:

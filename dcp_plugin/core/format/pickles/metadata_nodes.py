@@ -1,6 +1,7 @@
 """Objects of a ``.metadata`` as the nodes of its pickle (:mod:`~dcp_plugin.core.format.pickles.nodes`).
 
-Each tensor has five objects there. So the attributes of many objects are read as columns, and no object is made.
+A tensor has five objects there, and a checkpoint may have a million tensors. The attributes of many objects are
+therefore read as columns, and no object is made.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from typing import Any
 from dcp_plugin.core.format.pickles.nodes import Name, Node
 
 _MOST_FIELDS = 16
-"""Most attributes of an object. A dictionary of millions may be the state of millions of objects."""
+"""Most attributes of an object. Otherwise one dictionary of millions could be the state of each of millions of objects,
+which takes quadratic time."""
 
 
 def kind_of(node: Any) -> Any:
-    """Return the object in place of the class or function that a node calls; None for any other node."""
+    """Return the object that stands for the class or function that a node calls; None for any other node."""
     return node[0].value if type(node) is Node and type(node[0]) is Name else None
 
 
@@ -55,9 +57,11 @@ def columns_of(records: Sequence[Any], kind: str, *names: str, maybe: str = "") 
     columns: list[list[Any]] = [[] for _ in range(len(names) + bool(maybe))]
     name, field_names = None, [""]
     for record in records:
+        # Nearly all objects have the class and the attributes of the object before them, in the same order. Then the
+        # places of the attributes are known, and no dictionary is made.
         state = record[3] if type(record) is Node and len(record) == 4 and record[0] is name else None
         if type(state) is not Node or state[0] is not None or state[1 : 2 * _MOST_FIELDS + 2 : 2] != field_names:
-            known = fields(record, kind)  # nearly all objects have the same attributes in the same order
+            known = fields(record, kind)
             if not known.keys() >= set(names):
                 raise KeyError(f"a {kind} without {names}")
             name, state = record[0], record[3]

@@ -1,13 +1,13 @@
-"""Rebuilding of objects that only executing code would restore, from their pickles and without execution.
+"""Rebuilding of objects that only executing code would restore otherwise. The rule: no code of a file or user runs.
 
 While a value is walked (:mod:`~dcp_plugin.core.format.pickles.walk`), :func:`rebuilt` makes each such object from its
 arguments and its state, which are values by then:
 
-- an object of the classes in ``_MAKERS`` is made from arguments that are checked here;
-- an enum, a named tuple or a dataclass of the user whose class is already imported: a member is looked up, and the
-  fields of the others are set. Neither a constructor nor any other method of the class runs;
-- an object whose class is not imported becomes its content (the value of a member, a tuple or a dict), with a note;
-- every other global is refused.
+- An object of the classes in ``_MAKERS`` is made from arguments that are checked here.
+- An enum, a named tuple or a dataclass of the user is rebuilt if its class is already imported. A member of an enum is
+  looked up; the fields of the others are set. No constructor and no other method of the class runs.
+- An object whose class is not imported becomes its content (the value of a member, a tuple or a dict), with a note.
+- Every other global is refused.
 """
 
 from __future__ import annotations
@@ -35,25 +35,28 @@ from dcp_plugin.core.format.pickles.walk import FEW, Refused, Walk, fill, requir
 
 
 def factory(of: str) -> type:
-    """Return the class with a name, which is the factory of a defaultdict. Raises Refused for another global."""
+    """Return the factory of a defaultdict, a class, by its name. Raises Refused for another global."""
     if of not in FACTORIES:
         raise Refused(of)
     return FACTORIES[of]
 
 
 def instance(of: str, args: tuple[Any, ...]) -> Any:
-    """Return an object without attributes of a dataclass, whose state may refer to it; None for any other class."""
+    """Return an object of a dataclass, without attributes; None for any other class.
+
+    The object exists before its state is walked, because the state may refer to it.
+    """
     cls = None if _today(of) in _MAKERS or args else _imported(of)
     return object.__new__(cls) if cls is not None and _is_plain_dataclass(cls) else None
 
 
 def rebuilt(walk: Walk, of: str, target: Any, args: tuple[Any, ...], state: tuple[Any, ...]) -> Any:
-    """Return an object.
+    """Return an object that was pickled as a call.
 
     Args:
         of: Name of its class, or of the function that makes it.
         target: Result of :func:`instance`.
-        state: Its state, if it has any.
+        state: A tuple of its state; empty without one.
 
     Raises:
         Exception: :class:`Refused`, or any error that hostile arguments cause in the checks.
@@ -73,7 +76,7 @@ def rebuilt(walk: Walk, of: str, target: Any, args: tuple[Any, ...], state: tupl
         walk.notes.append(f"{of} is not imported")
         content: tuple[Any, ...] = state or args
         return content[0] if len(content) == 1 else content
-    if not _inherits(cls, "__hash__", "__eq__"):
+    if not _inherits(cls, "__hash__", "__eq__"):  # as a key, the object would run code of the user
         walk.never_hashed.add(cls)
     if target is not None:
         fill(target, *state or (None,))
@@ -100,6 +103,7 @@ def _member(cls: type[enum.Enum], value: Any, notes: list[str]) -> Any:
         own = object.__getattribute__(member, "_value_")
         if type(own) is type(value) and _inherits(type(value), "__eq__") and own == value:
             return member
+    # A combination of flags is no member: ``_missing_`` makes it, which may run only if it is Python's own.
     combines = issubclass(cls, enum.Flag) and type(cls) is enum.EnumMeta and type(value) is int
     if combines and cls._missing_.__func__ is enum.Flag._missing_.__func__:  # type: ignore[attr-defined]
         return cls(value)
@@ -108,7 +112,7 @@ def _member(cls: type[enum.Enum], value: Any, notes: list[str]) -> Any:
 
 
 def _imported(name: str) -> type | None:
-    """Return the class of a name if its module is imported. No module is imported, and no ``__getattr__`` called.
+    """Return the class of a name; None if its module is not imported. No import and no ``__getattr__`` runs.
 
     Raises:
         Refused: The name is that of an object that is no class.
@@ -128,7 +132,7 @@ def _imported(name: str) -> type | None:
 
 
 def _inherits(cls: type, *methods: str) -> bool:
-    """Return whether a class has these methods from Python itself."""
+    """Return whether a class inherits these methods from Python itself."""
     owners = [next(base for base in cls.__mro__ if method in vars(base)) for method in methods]
     return all(owner.__module__ in ("builtins", "enum", "datetime", "decimal") for owner in owners)
 
@@ -168,8 +172,7 @@ def _bytes_io(state: tuple[Any, ...]) -> io.BytesIO:
 
 
 def _dtype(spec: str, align: object, copy: object, state: tuple[Any, ...]) -> np.dtype[Any]:
-    """Return a dtype without numpy's ``__setstate__``, which takes raw bytes for object pointers if the state says
-    so."""
+    """Return a dtype, without numpy's ``__setstate__``: a hostile state makes it take raw bytes for object pointers."""
     order, sub, names, fields, size = state[1:6]
     if not re.fullmatch(r"[?biufcmMSUVO]\d*", spec):
         raise Refused(f"the dtype {spec}")
@@ -201,7 +204,7 @@ def _array(cls: type, empty: object, code: object, state: tuple[Any, ...]) -> np
         raise Refused("a class of arrays")
     _, shape, dtype, by_columns, content = state
     order: Any = "F" if by_columns else "C"
-    if dtype.hasobject:
+    if dtype.hasobject:  # filled one by one: numpy would take nested sequences for more dimensions
         flat = np.empty(len(content), object)
         for number, element in enumerate(content):
             flat[number] = element
@@ -245,4 +248,4 @@ _MAKERS: dict[str, tuple[Any, ...]] = {
     "numpy._core.multiarray.scalar": (_scalar, np.dtype, (bytes, str)),
     **{f"pathlib.{name}": (partial(_path, name), *[str] * 1000) for name in _PATHS},
 }
-"""Functions that make the objects of known classes, and the types of their arguments; the last is the state."""
+"""By name: the function that makes an object, and the types of its arguments. The state, if any, is the last one."""

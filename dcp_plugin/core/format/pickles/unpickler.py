@@ -56,9 +56,9 @@ def _stand_in(of: str) -> type[StandIn]:
 class Use:
     """Purpose of unpickling, and the globals that it needs.
 
-    ``globals`` maps each global, by module and name with a dot between, to the object that takes its place. ``unknown``
-    returns the object in place of every other global; if None, every other global is refused. ``allows_user`` adds the
-    classes that the user has declared safe (``torch.serialization.add_safe_globals``).
+    ``globals`` maps the dotted name of each global to the object that takes its place. ``unknown`` returns the object
+    in place of any other global; if it is None, other globals are refused. ``allows_user`` adds the classes that the
+    user has declared safe (``torch.serialization.add_safe_globals``).
     """
 
     globals: Mapping[str, Any]
@@ -92,7 +92,7 @@ VALUE = replace(FILE, unknown=lambda of: None)
 
 
 class Accepted:
-    """Globals of one pickle: those that its use accepts, and what takes the place of others."""
+    """Globals of one pickle: those that its use accepts, and the objects in place of others."""
 
     def __init__(self, use: Use) -> None:
         self.use = use
@@ -101,7 +101,7 @@ class Accepted:
         self._users = dict(map(_named, torch.serialization.get_safe_globals())) if use.allows_user else {}
 
     def get(self, module: str, name: str) -> Any:
-        """Return the :class:`Name` of a global, or a dtype. Raises Refused for one that the use does not accept."""
+        """Return the :class:`Name` of a global, or the dtype that it names. Raises Refused if the use refuses it."""
         module, name = name_of_today(module, name)
         full = f"{module}.{name}"
         if full not in self._names:
@@ -132,7 +132,7 @@ class Unpickler(Walk):
 
     Args:
         nbytes: Bytes of the pickle.
-        wanted: Positions of the records to read; None for all. Storages of others are on the meta device.
+        wanted: Positions of the records to read; None for all. Other storages are on the meta device.
     """
 
     def __init__(self, archive: Archive, nbytes: int, notes: list[str] | None, wanted: Collection[int] | None) -> None:
@@ -153,13 +153,14 @@ class Unpickler(Walk):
         begin, size = self._archive.records[name]
         if self._wanted is not None and begin not in self._wanted:
             return storage_of(torch.empty(size, dtype=torch.uint8, device="meta"), begin)
-        storage = storage_of(torch.from_numpy(self._archive.read(name)), begin)  # no tensor can enlarge it
+        # Memory of numpy: unlike torch's own, no tensor of the pickle can enlarge it.
+        storage = storage_of(torch.from_numpy(self._archive.read(name)), begin)
         if self._archive.is_swapped:
             storage.byteswap(dtype)  # type: ignore[no-untyped-call]
         return storage
 
     def named(self, name: Name) -> Any:
-        if name.value in (bytearray, codecs.encode):  # whoever gets it could call it
+        if name.value in (bytearray, codecs.encode):  # a function that gets it could call it, with unchecked arguments
             raise ValueError(f"its pickle has {name.of} as a value")
         return _rebuild().factory(name.of) if name.value is None else name.value
 
@@ -176,6 +177,7 @@ class Unpickler(Walk):
         if function is set:
             self.check_hashes(*args)
         made = function.__new__(function, *args) if is_new else function(*args)
+        # A view of a small storage may be a large tensor, by strides of 0. Each copy of it takes its full size.
         if type(made) is torch.Tensor and made.layout is torch.strided and not (made.is_meta or made.is_nested):
             self.spend((), made.nbytes - made.untyped_storage().nbytes())
         return made
@@ -213,7 +215,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "torch._tensor._rebuild_from_type_v2": (FunctionType, type, tuple, object),
     **dict.fromkeys(("torch.Tensor", "torch.nn.parameter.Parameter", "torch.storage.UntypedStorage"), ()),
 }
-"""Types of the arguments of globals that could do something else with others, such as allocate memory of any size."""
+"""Types of arguments by global. With other arguments, these globals could allocate memory of any size, for example."""
 
 
 def load(
@@ -222,12 +224,12 @@ def load(
     """Load a ``torch.save`` file.
 
     Args:
-        wanted: Positions of the records of storages to read; None for all. Tensors of the others are on the meta
-            device, and if none is wanted, all tensors are.
+        wanted: Positions of the records of storages to read; None for all. Tensors of other storages are on the meta
+            device. If it is empty, all tensors are on the meta device.
         notes: List to which a line is added for each object that became a plain value.
 
     Returns:
-        The content of the file, and the names of its globals that the use does not know.
+        The content of the file, and the names of globals in it that the use does not know.
 
     Raises:
         Refused: The file needs a global that the use does not accept.

@@ -1,8 +1,11 @@
 """Walk from the inert nodes of a pickle to values, within a budget.
 
-A few bytes of a pickle can name one list many times, and this one another: whoever saves, compares or prints the value
-takes each of these paths. So the walk counts a node once for each path that leads to it. Its steps are those of a depth
-first search without recursion; each node becomes a value once, and what was one object is one object.
+A few bytes of a pickle can name a list many times, which names another list many times, and so on. Code that saves,
+compares or prints the value takes each of these paths. The walk therefore counts a node once for each path that leads
+to it, and refuses a value with more paths than the pickle has bytes.
+
+The walk is a depth-first search without recursion, because Python ends a deep recursion. Each node becomes a value
+once: two references to an object stay references to one object.
 """
 
 from __future__ import annotations
@@ -19,11 +22,12 @@ from dcp_plugin.core.errors import UnsafeCheckpoint
 from dcp_plugin.core.format.pickles.nodes import Name, Node
 
 DEPTH = 1000
-"""Most containers in each other. Python saves no deeper ones."""
+"""Most containers in each other. Python cannot save deeper ones."""
 FEW = 100_000
-"""Nodes that any pickle may have. A larger one may have as many as it has bytes."""
+"""Nodes that any pickle may have. A pickle with more bytes may have as many nodes as bytes."""
 _ALIKE = 100
-"""Most keys of a dictionary, or elements of a set, with the same hash: an attacker can make these collide."""
+"""Most keys of a dictionary, or elements of a set, with the same hash. An attacker can make numbers collide, and a
+dictionary takes quadratic time for these."""
 _LEAVES = frozenset({str, int, float, bool, type(None)})
 _FREE = 1 << 26
 _COPIES = 40
@@ -31,7 +35,7 @@ _COPIES = 40
 
 
 def allowance(nbytes: int) -> int:
-    """Return how many bytes of memory ``nbytes`` of a file may expand to."""
+    """Return the bytes of memory that ``nbytes`` of a file may expand to."""
     return _FREE + _COPIES * nbytes
 
 
@@ -51,7 +55,7 @@ class _Frame:
         self.made = [next(self.rest)] if is_known else []
         """Values of the children so far. The kind of a node stays as it is."""
         self.target: Any = {} if is_known and node[0] is None else None
-        """Value of the node, if it is made before its children: they may refer to it."""
+        """Value of the node, if it is made before the values of its children, which may refer to it."""
         self.left, self.height = left, 1
 
 
@@ -65,6 +69,7 @@ class Walk:
 
     def __init__(self, nbytes: int, notes: list[str] | None = None) -> None:
         self.notes = [] if notes is None else notes
+        # ``left`` counts down by one per node and path. The size of a node is the difference between two states of it.
         self.left = self._most = max(FEW, nbytes)
         self._memory = allowance(nbytes)
         self._seen: dict[int, _Frame | tuple[Any, int, int]] = {}
@@ -98,18 +103,18 @@ class Walk:
                     break
                 elif isinstance(seen, _Frame):
                     frame.made.append(self._unfinished(seen))
-                else:
+                else:  # walked before: all its parts count again, and its value is shared
                     value, size, height = seen
                     self.left -= size
                     frame.made.append(value)
                     frame.height = max(frame.height, height + 1)
-            else:
+            else:  # all children have values
                 frames.pop()
                 if not frames:
                     self._check(frame.height)
                     return frame.made[0]
                 value = self._value_of(frame)
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, torch.Tensor):  # one part: its arguments are no parts of the value
                     self.left = frame.left
                 self._seen[id(frame.node)] = value, frame.left - self.left, frame.height
                 height, frame = frame.height, frames[-1]
@@ -165,7 +170,7 @@ class Walk:
             raise ValueError("its pickle has the key __setstate__")
 
     def check_hashes(self, keys: list[Any]) -> None:
-        """Check that keys may be hashed: in linear time, and without a method of a class of the user."""
+        """Check that hashing the keys takes linear time, and runs no method of a user's class."""
         todo = list(keys) if self.never_hashed else []
         while todo:
             key = todo.pop()
@@ -176,9 +181,7 @@ class Walk:
             raise UnsafeCheckpoint(f"more than {_ALIKE} keys of a dictionary or a set have the same hash")
 
     def spend(self, parts: Any, nbytes: int = 0) -> None:
-        """Note that texts and bytes among the parts, and so many bytes, are copied.
-
-        Raises UnsafeCheckpoint if all copies are too large."""
+        """Count texts and bytes among the parts, and ``nbytes``, as copied. Raise UnsafeCheckpoint above the limit."""
         self._memory -= max(0, nbytes) + sum(len(part) for part in parts if isinstance(part, (str, bytes)))
         if self._memory < 0:
             raise UnsafeCheckpoint("its pickle refers to large objects too often")
@@ -196,12 +199,12 @@ class Walk:
         raise ValueError(f"its pickle calls {name.of}")
 
     def filled(self, target: Any, name: Name, args: Any, items: list[Any], state: tuple[Any, ...]) -> Any:
-        """Return the object after it was given items, key and value in turn, and perhaps a state."""
+        """Return the object with its items, key and value in turn, and its state, a tuple of one or none."""
         raise NotImplementedError
 
 
 def require_kinds(of: str, args: Any, kinds: Sequence[Any] | None) -> None:
-    """Check arguments of a call, of which the last may be absent. ``kinds`` has their types; None for any.
+    """Check the arguments of a call by their types. The last ones may be absent; ``kinds`` is None for any arguments.
 
     Raises:
         ValueError: The arguments are others.
@@ -213,6 +216,7 @@ def require_kinds(of: str, args: Any, kinds: Sequence[Any] | None) -> None:
 
 def fill(target: Any, state: Any) -> None:
     """Set the attributes of an object, without a call of its class."""
+    # A class with __slots__ has a pair as its state. A slot is set by its own descriptor, never by a property.
     attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
     if attributes:
         vars(target).update({str(name): value for name, value in attributes.items()})
