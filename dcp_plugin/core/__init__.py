@@ -12,8 +12,8 @@ write    ``storage/``      writes this rank's part; ``format/`` says what bytes 
 publish  ``storage/``      rank 0 writes the index, and the medium makes the checkpoint visible
 =======  ================  ======================================================================================
 
-``saving/queue.py`` orders the saves of a checkpointer. ``saving/writers.py`` and ``background.py`` have the writers: the
-thread that calls, and a thread in the background.
+``saving/queue.py`` orders the saves of a checkpointer. ``saving/writers.py`` and ``background.py`` have the writers:
+the thread that calls, and a thread in the background.
 
 A load passes through these stages, which :mod:`~dcp_plugin.core.loading.load` calls in this order:
 
