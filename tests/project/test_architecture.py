@@ -163,9 +163,9 @@ def test_no_two_files_have_one_name() -> None:
 LIMITS = {
     "entries at the top": 18,
     "folders at the top": 9,
-    "files": 232,
-    "statements": 32_079,
-    "statements in core/": 18_993,
+    "files": 233,
+    "statements": 32_056,
+    "statements in core/": 18_988,
     "imports of the package per file": 6.6,
 }
 """Size of the package. Whoever makes it smaller lowers these; whoever has to raise one says why in the commit."""
