@@ -15,7 +15,6 @@ optimizer, schedules, counters and random streams are new.
 from __future__ import annotations
 
 import functools
-import logging
 import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -34,6 +33,7 @@ from dcp_plugin.core.errors import (
     CheckpointMismatch,
     CheckpointNotFound,
     as_html,
+    logger,
     some,
 )
 from dcp_plugin.core.media.choice import locate, medium_of, uncommitted_reason
@@ -50,8 +50,6 @@ from dcp_plugin.core.state.names import is_list_of
 from dcp_plugin.core.storage.published import read_summary, summary_if_readable
 from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.types import CheckpointState, public_class
-
-logger = logging.getLogger("dcp_plugin")
 
 
 @public_class()

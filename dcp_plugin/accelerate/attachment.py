@@ -14,7 +14,6 @@ local directory of its own instead: the files of its save hooks are uploaded, an
 from __future__ import annotations
 
 import functools
-import logging
 import re
 import warnings
 import weakref
@@ -34,7 +33,7 @@ from dcp_plugin.accelerate.extra_state import Training
 from dcp_plugin.accelerate.stock_format import Project
 from dcp_plugin.checkpointer import Internals
 from dcp_plugin.core.config import CheckpointConfig, has_local_tier
-from dcp_plugin.core.errors import CheckpointError, CheckpointMismatch
+from dcp_plugin.core.errors import CheckpointError, CheckpointMismatch, logger
 from dcp_plugin.core.partial import PartialLoad
 from dcp_plugin.core.paths import PathLike, Where, as_local, as_path, is_link, on_file_system, resolved, text_of
 from dcp_plugin.core.ranks.collectives import Attempt
@@ -47,8 +46,6 @@ from dcp_plugin.integration import BaseAttachment, FrameworkCheckpointer, that_w
 from dcp_plugin.integration.extra_files import local_copy, names_in
 from dcp_plugin.integration.stored import EXTRA, keys_by_name, names_for
 from dcp_plugin.start import Start, StartOptions
-
-logger = logging.getLogger("dcp_plugin")
 
 _ATTRIBUTE = "dcp_plugin_attachment"
 _REPLACED = ("save_state", "load_state", "prepare_data_loader", "skip_first_batches", "end_training")

@@ -7,7 +7,6 @@ Accelerate's single-file formats (DDP, one process) are not written: every byte 
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack, suppress
@@ -24,7 +23,7 @@ from torch import nn
 from dcp_plugin.accelerate import _accelerate
 from dcp_plugin.accelerate.extra_state import Training
 from dcp_plugin.checkpointer import Internals
-from dcp_plugin.core.errors import CheckpointIncomplete, CheckpointNotFound, SaveFailed, damage_in
+from dcp_plugin.core.errors import CheckpointIncomplete, CheckpointNotFound, SaveFailed, damage_in, logger
 from dcp_plugin.core.events import SaveFinished
 from dcp_plugin.core.partial import PartialLoad
 from dcp_plugin.core.paths import StorageOptions, Where, as_path
@@ -35,8 +34,6 @@ from dcp_plugin.core.sources import Source
 from dcp_plugin.core.types import CheckpointState
 from dcp_plugin.integration import extra_files
 from dcp_plugin.integration.extra_files import local_copy
-
-logger = logging.getLogger("dcp_plugin")
 
 _STOCK_MODEL, _STOCK_OPTIMIZER = "model", "optimizer"
 _MODEL_DIRECTORY, _OPTIMIZER_DIRECTORY = "pytorch_model_fsdp_{}", "optimizer_{}"

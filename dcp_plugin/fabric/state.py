@@ -25,7 +25,6 @@ the same error. Checkpoints of every framework are loaded, and of Fabric without
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -39,7 +38,7 @@ from torch.utils.data import DataLoader
 
 from dcp_plugin import ShardedReader
 from dcp_plugin.checkpointer import Checkpointer, Internals
-from dcp_plugin.core.errors import CheckpointMismatch, NotInCheckpoint
+from dcp_plugin.core.errors import CheckpointMismatch, NotInCheckpoint, logger
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.sources import SourceFiles
 from dcp_plugin.core.state import (
@@ -77,8 +76,6 @@ from dcp_plugin.integration.stored import (
     plain,
 )
 from dcp_plugin.tools.contents import info_of
-
-logger = logging.getLogger("dcp_plugin")
 
 NAMES, _STREAMS = "fabric_names", f"{EXTRA}.{RNG}"
 OPTIMIZER_KEYS = {"state", GROUPS, *BESIDE}

@@ -20,7 +20,6 @@ dropped.
 from __future__ import annotations
 
 import bisect
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +31,7 @@ from typing import Any, Literal
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_plugin.core import events
-from dcp_plugin.core.errors import CheckpointError, DurabilityUnknown, SaveFailed
+from dcp_plugin.core.errors import CheckpointError, DurabilityUnknown, SaveFailed, logger
 from dcp_plugin.core.format import INDEX, index_file
 from dcp_plugin.core.format.columns import Places
 from dcp_plugin.core.format.index import CheckpointIndex
@@ -49,8 +48,6 @@ from dcp_plugin.tiers.local_checkpoints import Record, make_run, path_of, shown,
 from dcp_plugin.tiers.node import Node
 from dcp_plugin.tiers.plain import sendable
 from dcp_plugin.tiers.wire import KeeperLost, connect
-
-logger = logging.getLogger("dcp_plugin")
 
 _AT_ONCE = 64
 """Nodes that are asked at the same time."""

@@ -6,7 +6,6 @@ over, because they are in the journal.
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import subprocess
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from dcp_plugin.core.config import CheckpointConfig
-from dcp_plugin.core.errors import CheckpointError, NoSharedMemory, RankFailure, SaveFailed
+from dcp_plugin.core.errors import CheckpointError, NoSharedMemory, RankFailure, SaveFailed, logger
 from dcp_plugin.core.media.choice import medium_of
 from dcp_plugin.core.paths import Where, on_file_system, resolved
 from dcp_plugin.core.ranks.collectives import Attempt, Ranks
@@ -33,8 +32,6 @@ from dcp_plugin.tiers.local_checkpoints import LocalCheckpoints, node_of
 from dcp_plugin.tiers.locks import described
 from dcp_plugin.tiers.spool import Spool
 from dcp_plugin.tiers.wire import NO_ADDRESS, Address, Channel, KeeperLost, connect, new_key
-
-logger = logging.getLogger("dcp_plugin")
 
 _START_SECONDS = 120.0
 """Seconds in which a new keeper has to answer: it imports torch beside a training that starts, which takes long on a

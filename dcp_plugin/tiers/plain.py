@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import socket
 import struct
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 
 from dcp_plugin.core import errors
-from dcp_plugin.core.errors import CheckpointError, SaveFailed
+from dcp_plugin.core.errors import CheckpointError, SaveFailed, logger
 from dcp_plugin.core.format.columns import dtype_named
 from dcp_plugin.core.paths import Where, as_path
 from dcp_plugin.tiers.local_checkpoints import shown
@@ -33,8 +32,6 @@ CLASSES: dict[str, type] = {
     if isinstance(value, type) and issubclass(value, CheckpointError)
 }
 """Dataclasses and exceptions, by name. :mod:`~dcp_plugin.tiers.journal_records` adds its own."""
-
-logger = logging.getLogger("dcp_plugin")
 
 
 def encode(value: Any) -> bytes:

@@ -7,7 +7,6 @@ serves its files while the load runs.
 
 from __future__ import annotations
 
-import logging
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -16,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from dcp_plugin.core.config import CheckpointConfig
-from dcp_plugin.core.errors import CheckpointError, CheckpointNotFound, some
+from dcp_plugin.core.errors import CheckpointError, CheckpointNotFound, logger, some
 from dcp_plugin.core.format.summary import Summary
 from dcp_plugin.core.media.disk.local_files import LocalFiles
 from dcp_plugin.core.media.medium import Readable
@@ -41,8 +40,6 @@ from dcp_plugin.tiers.local_checkpoints import (
 from dcp_plugin.tiers.server import Server, send_range
 from dcp_plugin.tiers.source_selection import OWN, NearestFiles, Place, RemoteFile
 from dcp_plugin.tiers.wire import Address, Channel, new_key, own_address
-
-logger = logging.getLogger("dcp_plugin")
 
 
 @dataclass(frozen=True)

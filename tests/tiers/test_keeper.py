@@ -33,6 +33,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import dcp_plugin as dcp
 from dcp_plugin import events
+from dcp_plugin.core.errors import NoSharedMemory
 from dcp_plugin.core.format.summary import Summary
 from dcp_plugin.core.media.choice import medium_of
 from dcp_plugin.core.paths import Where, as_path, options_of, resolved
@@ -46,6 +47,7 @@ from dcp_plugin.tiers.coordinator import Coordinator, Save
 from dcp_plugin.tiers.journal import Journal
 from dcp_plugin.tiers.journal_records import End, Peer
 from dcp_plugin.tiers.keeper_client import start_keeper
+from dcp_plugin.tiers.keeper_writer import KeptSaves
 from dcp_plugin.tiers.local_checkpoints import new_token, time_of
 from dcp_plugin.tiers.node import Node
 from dcp_plugin.tiers.spool import SLAB, Spool
@@ -57,6 +59,7 @@ from tests.faults.proxy import Proxy, where
 from tests.launch import on_ranks
 from tests.limits import HANG
 from tests.object_server import Bucket
+from tests.slowness import Gate, slow_copies
 
 launch.preload(__name__)
 pytestmark = pytest.mark.usefixtures("forked_keepers")
@@ -394,6 +397,30 @@ def test_removed_shared_memory_is_named_and_the_next_save_is_made_without_a_keep
     checkpointer.close()
     assert torch.equal(_weights(tmp_path / "run/step-2"), torch.arange(1000.0))
     assert re.search(rf"step-2 is saved without a keeper: {memory}/.* is gone", caplog.text)
+
+
+def test_a_lazy_copy_that_is_made_again_without_a_keeper_delays_changes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(saves: KeptSaves) -> Any:
+        raise NoSharedMemory("no shared memory is left")
+
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    checkpointer = dcp.Checkpointer(async_save=True, staging="lazy", keeper={"linger": 0.0}, timeout=HANG)
+    checkpointer.save({"model": model}, tmp_path / "run/step-0").wait()
+    monkeypatch.setattr(KeptSaves, "_pool", no_memory)
+    at_call = model.weight.detach().clone()
+    with slow_copies(held := Gate(is_open=False)):
+        handle = checkpointer.save({"model": model}, tmp_path / "run/step-1")
+        assert not handle.staged()
+        held.open_soon()
+        optimizer.step()
+        assert handle.staged()
+    handle.wait()
+    checkpointer.close()
+    assert same_bytes(dcp.read(tmp_path / "run/step-1")["model.weight"], at_call)
 
 
 def test_ctrl_c_after_the_hand_over_is_raised_when_the_save_is_followed(

@@ -110,7 +110,11 @@ def current_call(step: str) -> Call:
 
 @contextmanager
 def together(call: Call) -> Iterator[None]:
-    """Make ``call`` the current call of this thread inside the block."""
+    """Make ``call`` the current call of this thread inside the block.
+
+    Each public call opens the block once. The thread of a background save opens it once more, for the call that began
+    the save.
+    """
     token = _current.set(call)
     try:
         yield

@@ -8,7 +8,6 @@ a crash is recovered from.
 from __future__ import annotations
 
 import functools
-import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dcp_plugin.core.config import CheckpointConfig
-from dcp_plugin.core.errors import CheckpointError, CheckpointNotFound, CheckpointUnreadable, some, warn
+from dcp_plugin.core.errors import CheckpointError, CheckpointNotFound, CheckpointUnreadable, logger, some, warn
 from dcp_plugin.core.format import SUMMARY, exists
 from dcp_plugin.core.format.summary import OtherFormat
 from dcp_plugin.core.media.choice import medium_of
@@ -31,7 +30,6 @@ from dcp_plugin.core.types import CheckpointState
 T = TypeVar("T")
 W = TypeVar("W", bound=Where)
 
-logger = logging.getLogger("dcp_plugin")
 
 _OF_ANOTHER_TOOL = "it has the state of a training, which only a program that knows its form ({}) can load"
 MOST_LOOKS = 50

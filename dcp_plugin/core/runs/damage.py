@@ -11,13 +11,12 @@ its bytes must differ from those that were saved. A file system that fails to re
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointUnreadable
+from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointUnreadable, logger
 from dcp_plugin.core.format import DAMAGED, exists
 from dcp_plugin.core.media.choice import medium_of
 from dcp_plugin.core.paths import PathLike, Where, as_path
@@ -26,7 +25,6 @@ from dcp_plugin.core.storage.published import read_summary
 if TYPE_CHECKING:
     from dcp_plugin.core.ranks.collectives import Ranks
 
-logger = logging.getLogger("dcp_plugin")
 
 _chosen: dict[Where, bool] = {}
 """Checkpoint chosen by an automatic resume of this process -> True if an integration loads it (:func:`note_chosen`)."""

@@ -6,13 +6,12 @@ Every deletion for a policy, a framework or a user therefore goes through :func:
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from dcp_plugin.core.errors import CheckpointError
+from dcp_plugin.core.errors import CheckpointError, logger
 from dcp_plugin.core.format import has_traces
 from dcp_plugin.core.media.choice import medium_of, uncommitted_reason
 from dcp_plugin.core.media.medium import Listed, Medium
@@ -25,8 +24,6 @@ from dcp_plugin.core.runs.foreign import Saved, is_checkpoint_folder
 from dcp_plugin.core.runs.scan import LOST_AND_FOUND, Patience, cannot_read, read_each
 from dcp_plugin.core.storage.published import read_summary, summary_if_readable
 from dcp_plugin.core.types import CheckpointState
-
-logger = logging.getLogger("dcp_plugin")
 
 
 def prune(newest: Where, keep_last: int | Retention) -> None:

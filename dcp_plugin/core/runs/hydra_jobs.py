@@ -18,20 +18,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from dcp_plugin.core.errors import CheckpointMismatch, some, unreadable
+from dcp_plugin.core.errors import CheckpointMismatch, logger, some, unreadable
 from dcp_plugin.core.format import json_object
 from dcp_plugin.core.media.choice import medium_of
 from dcp_plugin.core.media.places import workspace_in, workspaces_in
 from dcp_plugin.core.paths import PathLike, Where, as_path, resolved
-
-logger = logging.getLogger("dcp_plugin")
 
 SUFFIX = ".job"
 _MOST_BYTES = 1 << 16

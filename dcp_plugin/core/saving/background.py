@@ -39,14 +39,16 @@ def begin_copy(
 ) -> Attempt[HostCopy]:
     """Gather the state, and copy the tensors that may change at any time.
 
-    The handle is staged afterwards, unless staging is lazy. Otherwise changes of the state wait for
-    :func:`finish_copy`. A failure on this rank stays in the attempt until the ranks meet, and no change waits for it.
+    With lazy staging, step-stable tensors remain for :func:`finish_copy`, and changes of the state wait for that. If
+    none remain, the handle is staged when this returns. A failure on this rank stays in the attempt until the ranks
+    meet. No change of the state waits for a failed copy.
     """
 
     def copy_gathered(gathered: GatheredState) -> HostCopy:
         trained = [*live_objects(live.state), *live.owners] if pipeline.is_lazy else []
         return HostCopy(gathered, trained, pool.get(), pipeline.encode, handle.copy_ended)
 
+    handle.set_copying()
     copy = Attempt.of(lambda: pipeline.gather(live, ranks)).then(copy_gathered)
     if copy.failure is not None or copy.get().copied_at_once:
         handle.set_staged(copy.failure)
@@ -56,7 +58,7 @@ def begin_copy(
 def finish_copy(
     pipeline: SavePipeline, handle: RunningSave, copy: Attempt[HostCopy], ranks: Ranks
 ) -> Attempt[StagedState]:
-    """Copy the remaining tensors, and then let training change the state.
+    """Copy the remaining tensors, and let training change the state. Called in the thread of a save, or at once.
 
     The attempt fails with SaveFailed if tensors have changed since :func:`begin_copy`. Later saves then copy the
     complete state in :func:`begin_copy`.
@@ -76,7 +78,7 @@ def finish_copy(
 
 
 class BackgroundThread:
-    """Writer of saves whose caller continues: one thread for each save."""
+    """Writer of saves whose caller continues. The caller waits for :func:`begin_copy`; a thread does the rest."""
 
     saves = None
 

@@ -202,6 +202,11 @@ class RunningSave(SaveHandle):
         """
         return self._done.wait(timeout)
 
+    def set_copying(self) -> None:
+        """Mark the state as not copied yet. A writer whose copy no keeper can take copies the state once more."""
+        self._is_staged = False
+        self._copy_ended.clear()
+
     def set_staged(self, error: Exception | None = None) -> None:
         """Mark the state as copied, or with ``error`` the copy as failed. Training goes on in both cases."""
         if not self._copy_ended.is_set():

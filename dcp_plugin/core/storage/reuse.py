@@ -26,7 +26,6 @@ index; their hashes are computed again.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from dcp_plugin.core.errors import CheckpointError
+from dcp_plugin.core.errors import CheckpointError, logger
 from dcp_plugin.core.format.columns import Location, in_all
 from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.payload import frame_if_possible, hashes_of, padded, sample_of
@@ -46,8 +45,6 @@ from dcp_plugin.core.storage.reading import framed_item
 from dcp_plugin.core.storage.write_items import Destination
 from dcp_plugin.core.tensors.host_memory import finish_device_work
 from dcp_plugin.core.types import Shape
-
-logger = logging.getLogger("dcp_plugin")
 
 WORTH_LINKING = 64 << 10
 """Least bytes of all stable items of a rank together; with fewer, they are written among the others. Also the least

@@ -269,7 +269,7 @@ CHANGES = {"rename", "renames", "replace", "unlink", "remove", "rmdir", "removed
 ELSEWHERE = {
     "files that this process has just made": {
         *("tiers/local_checkpoints.py put_file", "tiers/spool.py allocate", "tiers/node.py put"),
-        *("tiers/node.py _make_room", "tiers/keeper_writer.py add_files", "tiers/keeper_writer.py _submit"),
+        *("tiers/node.py _make_room", "tiers/keeper_writer.py _add_files", "tiers/keeper_writer.py _files_of"),
         *("tiers/journal.py hand_over", "tiers/server.py __init__", "tiers/server.py close"),
         *("core/media/copies.py create", "core/media/disk/local_files.py link_file"),
         *("core/media/disk/local_files.py _reflink",),

@@ -7,7 +7,6 @@ same checkpoint, committed by the same rule, as :func:`dcp_plugin.save`, which u
 from __future__ import annotations
 
 import io
-import logging
 import os
 import threading
 from collections import defaultdict
@@ -35,7 +34,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from dcp_plugin.core.errors import CheckpointError, CheckpointMismatch, SaveFailed, refuse_other_systems
+from dcp_plugin.core.errors import CheckpointError, CheckpointMismatch, SaveFailed, logger, refuse_other_systems
 from dcp_plugin.core.format import stock_objects
 from dcp_plugin.core.format.columns import NO_TENSOR
 from dcp_plugin.core.format.derived_index import index_of
@@ -54,8 +53,6 @@ from dcp_plugin.core.storage.reuse import Reuse
 from dcp_plugin.core.tensors._torch_sharded import settled
 from dcp_plugin.core.tensors.kinds import is_stored_whole, require_memory
 from dcp_plugin.core.types import EncodedValue, KeyPath, Shape, ShardedValue, public_class
-
-logger = logging.getLogger("dcp_plugin")
 
 
 @dataclass(frozen=True)
