@@ -187,16 +187,7 @@ class Loading:
             nonlocal adapters, selection
             adapters = adapters_of(state, place=Place(self._ranks.rank, self._ranks.size))
             selection = self._located(adapters)
-            many_hosts = self._reader.opened.files.cost.hosts  # ``opened`` opens the checkpoint
-            return _Request(
-                str(self._path),
-                str(self._reader.path),
-                self._reader.save,
-                repr(selection),
-                many_hosts,
-                socket.gethostname(),
-                _objects_in(adapters),
-            )
+            return self._open(selection, _objects_in(adapters))
 
         def compare(requests: list[_Request]) -> tuple[str, float, dict[str, str]]:
             objects = {name: kind for request in reversed(requests) for name, kind in request.objects.items()}
@@ -204,6 +195,19 @@ class Loading:
 
         difference, least, objects = self._ranks.combine(f"open {self._path}", open_here, compare)
         return _Begun(adapters, selection, least, objects), difference
+
+    def _open(self, selection: PartialLoad | None, objects: dict[str, str]) -> _Request:
+        """Open the checkpoint on this rank, and return the rank's request."""
+        many_hosts = self._reader.opened.files.cost.hosts  # ``opened`` opens the checkpoint
+        return _Request(
+            str(self._path),
+            str(self._reader.path),
+            self._reader.save,
+            repr(selection),
+            many_hosts,
+            socket.gethostname(),
+            objects,
+        )
 
     def _located(self, adapters: list[StateAdapter]) -> PartialLoad | None:
         """Return the partial load, with the position of its submodule in the state; None for a load of everything."""

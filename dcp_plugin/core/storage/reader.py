@@ -237,10 +237,9 @@ class CheckpointReader:
         return {self.index.file_names[number] for number in set(map(int, numbers))}
 
     def _box(self, read: BoxRead) -> _Box:
-        index, key = self.index, read.key
-        entry = index[key]
+        entry = self.index[read.key]
         assert isinstance(entry, StoredTensor), "a plan has boxes of tensors"
-        return _Box(read, entry.chunks[read.number - index.rows_of(key)[0]], entry.dtype)
+        return _Box(read, entry.chunks[read.number - self.index.rows_of(read.key)[0]], entry.dtype)
 
     def _recognised(self, boxes: list[_Box]) -> list[_Box]:
         """Find the payloads of a stock checkpoint's tensors, so that they need not go through ``torch.load``."""
@@ -303,13 +302,12 @@ class CheckpointReader:
 
     def _fill(self, box: _Box, target: torch.Tensor) -> None:
         """Fill a target without memory of its own: through a plain tensor, or from an item that ``torch.save`` made."""
-        read = box.read
-        if box.chunk.location.payload_offset is None and read.key not in self.index.strides:
+        if box.chunk.location.payload_offset is None and box.read.key not in self.index.strides:
             self._read(list(self._fetches(box, target)))
             return
-        memory = torch.empty(read.sizes, dtype=box.dtype, device="cpu")
+        memory = torch.empty(box.read.sizes, dtype=box.dtype, device="cpu")
         self._read(list(self._fetches(box, memory)))
-        self._take(read.key, memory, target)
+        self._take(box.read.key, memory, target)
 
     def _take(self, key: str, loaded: torch.Tensor, target: torch.Tensor) -> None:
         try:

@@ -255,8 +255,7 @@ class ShardedLoadPlanner(LoadPlanner):
         return new_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        stored = read_item.storage_index.fqn
-        key = read_item.dest_index.fqn
+        stored, key = read_item.storage_index.fqn, read_item.dest_index.fqn
         target, loaded = self._targets[key], values.decode(stored, value.getvalue(), self._allow_pickle, self.plain)
         if self.plain:  # DCP never reads it
             warn(f"a value was loaded without its class: {self.plain.pop()}.")
