@@ -18,7 +18,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import dcp_plugin as dcp
-from dcp_plugin import errors
+from dcp_plugin.core import errors
 from dcp_plugin.core.errors import EXPLAINED, CheckpointError
 from dcp_plugin.tools.cli.app import app
 from tests import programs

@@ -127,7 +127,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
 }
-LIGHT = {"dcp_plugin", "dcp_plugin.conf", "dcp_plugin.core.paths", "dcp_plugin.core.types"}
+LIGHT = {"dcp_plugin", "dcp_plugin.conf", "dcp_plugin.core", "dcp_plugin.core.paths", "dcp_plugin.core.types"}
 """What Hydra imports of us where nothing of ours is asked for: names, and no torch."""
 
 
