@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -65,7 +65,8 @@ def build(
     """
     with ExitStack() as contexts:
         contexts.enter_context(torch.device("meta"))
-        contexts.enter_context(transformers_init.meta_device_safe_creation_ops())
+        # transformers before 5.9 builds models on the meta device without it
+        contexts.enter_context(getattr(transformers_init, "meta_device_safe_creation_ops", nullcontext)())
         if not tied:
             contexts.enter_context(transformers_init.no_tie_weights())
         if is_auto(model_class):
