@@ -10,7 +10,6 @@ save, but not by the next save: ranks learn of it at different times, and the tr
 
 from __future__ import annotations
 
-import logging
 import shutil
 import tempfile
 import threading
@@ -24,7 +23,7 @@ from pathlib import Path
 
 from dcp_plugin.core import events
 from dcp_plugin.core.config import CheckpointConfig, has_local_tier
-from dcp_plugin.core.errors import CheckpointError, NoSharedMemory, SaveFailed
+from dcp_plugin.core.errors import CheckpointError, NoSharedMemory, SaveFailed, logger
 from dcp_plugin.core.interrupts import collector_paused
 from dcp_plugin.core.media.choice import medium_of
 from dcp_plugin.core.media.places import add_files
@@ -50,8 +49,6 @@ from dcp_plugin.tiers.keeper_client import KeeperClient
 from dcp_plugin.tiers.local_checkpoints import new_token, path_of, time_of
 from dcp_plugin.tiers.node import copy_tree
 from dcp_plugin.tiers.wire import KeeperLost
-
-logger = logging.getLogger("dcp_plugin")
 
 _LOOK_SECONDS = 0.5
 """Seconds between two checks whether the training has stopped waiting."""

@@ -7,7 +7,6 @@ live objects to the published checkpoint, in the order in which they run.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from dcp_plugin.core.config import CheckpointConfig
-from dcp_plugin.core.errors import is_terminal
+from dcp_plugin.core.errors import is_terminal, logger
 from dcp_plugin.core.interrupts import collector_paused
 from dcp_plugin.core.media.choice import medium_of
 from dcp_plugin.core.media.places import add_files
@@ -27,8 +26,6 @@ from dcp_plugin.core.saving.job import SavePipeline, raise_as_failed_save
 from dcp_plugin.core.saving.queue import RunningSave, SaveQueue
 from dcp_plugin.core.state.names import module_cache
 from dcp_plugin.core.storage.part_writer import Publication
-
-logger = logging.getLogger("dcp_plugin")
 
 
 class SavesInKeeper(Protocol):
