@@ -41,7 +41,7 @@ from dcp_plugin.core.errors import as_html, size, some
 from dcp_plugin.core.format.columns import Places
 from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.summary import Summary
-from dcp_plugin.core.media.medium import Readable
+from dcp_plugin.core.media import Readable
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.ranks.calls import Call
 from dcp_plugin.core.types import Flat, KeyPath, Shape, ShardedValue, Wanted, public_class

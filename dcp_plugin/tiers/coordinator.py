@@ -36,7 +36,7 @@ from dcp_plugin.core.format import INDEX, index_file
 from dcp_plugin.core.format.columns import Places
 from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.summary import fingerprint
-from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.paths import Where, resolved
 from dcp_plugin.core.ranks.collectives import Attempt
 from dcp_plugin.core.runs import deletion, figures

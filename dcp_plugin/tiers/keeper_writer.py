@@ -25,8 +25,7 @@ from dcp_plugin.core import events
 from dcp_plugin.core.config import CheckpointConfig, has_local_tier
 from dcp_plugin.core.errors import CheckpointError, NoSharedMemory, SaveFailed, logger
 from dcp_plugin.core.interrupts import collector_paused
-from dcp_plugin.core.media.choice import medium_of
-from dcp_plugin.core.media.places import add_files
+from dcp_plugin.core.media import add_files, medium_of
 from dcp_plugin.core.paths import Where, options_of
 from dcp_plugin.core.planning.save import in_table_order
 from dcp_plugin.core.ranks.calls import together

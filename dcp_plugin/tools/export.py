@@ -24,7 +24,7 @@ import torch
 
 from dcp_plugin.core.errors import CheckpointError, SaveFailed, as_html, one_line, size, some
 from dcp_plugin.core.format.index import StoredTensor
-from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.media.output import Output, exists, has_appeared, output_at
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.core.ranks.calls import Call, together

@@ -21,7 +21,7 @@ from dcp_plugin.core.errors import CheckpointMismatch, UnsafeCheckpoint, first_l
 from dcp_plugin.core.format.index import StoredTensor
 from dcp_plugin.core.format.payload import padded
 from dcp_plugin.core.format.values import decode_tensor
-from dcp_plugin.core.media.medium import PAGE
+from dcp_plugin.core.media import PAGE
 from dcp_plugin.core.partial import matches
 from dcp_plugin.core.planning.load_balance import BoxPart
 from dcp_plugin.core.planning.reads import ReadPlanner, decoded

@@ -16,8 +16,7 @@ from typing import Protocol
 from dcp_plugin.core.config import CheckpointConfig
 from dcp_plugin.core.errors import is_terminal, logger
 from dcp_plugin.core.interrupts import collector_paused
-from dcp_plugin.core.media.choice import medium_of
-from dcp_plugin.core.media.places import add_files
+from dcp_plugin.core.media import add_files, medium_of
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.ranks.collectives import Attempt, Ranks
 from dcp_plugin.core.ranks.groups import RankGroups

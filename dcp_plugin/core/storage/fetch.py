@@ -30,7 +30,7 @@ import torch
 from dcp_plugin.core.errors import CheckpointCorrupt
 from dcp_plugin.core.format.index import Location, StoredChunk
 from dcp_plugin.core.format.payload import BlockHashes
-from dcp_plugin.core.media.medium import PAGE
+from dcp_plugin.core.media import PAGE
 from dcp_plugin.core.tensors.host_memory import BLOCK, Block, is_plain_memory, memory_view
 from dcp_plugin.core.types import Shape
 

@@ -37,7 +37,7 @@ from dcp_plugin.core.errors import CheckpointError, logger
 from dcp_plugin.core.format.columns import Location, in_all
 from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.payload import frame_if_possible, hashes_of, padded, sample_of
-from dcp_plugin.core.media.medium import CannotLink, DataFile, Medium, RangedFile, stretches
+from dcp_plugin.core.media import CannotLink, DataFile, Medium, RangedFile, stretches
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.records import NewItem
 from dcp_plugin.core.storage.reader import CheckpointReader

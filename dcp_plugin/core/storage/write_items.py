@@ -32,7 +32,7 @@ from dcp_plugin.core.format import DATA_SUFFIX
 from dcp_plugin.core.format.columns import Places
 from dcp_plugin.core.format.payload import NO_FRAME, SMALLEST_BLOCK, BlockHashes, Frame, block_size, frame, padded
 from dcp_plugin.core.format.values import WholeItem
-from dcp_plugin.core.media.medium import IN_PLACE, PAGE, Medium, NewFile, stretches
+from dcp_plugin.core.media import IN_PLACE, PAGE, Medium, NewFile, stretches
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.tensors.host_memory import PIECE, Rings, finish_device_work, is_plain_memory
 from dcp_plugin.core.types import Shape

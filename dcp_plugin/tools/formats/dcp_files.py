@@ -15,7 +15,7 @@ from itertools import groupby
 from dcp_plugin.core.format.derived_index import index_of
 from dcp_plugin.core.format.index import CheckpointIndex, Entry, Location, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.core.format.payload import MAX_PAYLOAD
-from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.planning.load_balance import BoxPart
 from dcp_plugin.core.ranks.collectives import Ranks

@@ -25,7 +25,7 @@ from dcp_plugin.core.errors import CheckpointMismatch, some
 from dcp_plugin.core.format import torch_archive
 from dcp_plugin.core.format.keys import flatten, name_of, step_of, unflatten
 from dcp_plugin.core.format.torch_archive import BEHIND, Record
-from dcp_plugin.core.media.medium import NewFile
+from dcp_plugin.core.media import NewFile
 from dcp_plugin.core.state.optimizer import GROUPS, nested_of, with_numbers
 from dcp_plugin.core.state.per_rank import without_sampler
 from dcp_plugin.core.storage.reader import CheckpointReader

@@ -17,7 +17,7 @@ from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointError, Checkpoin
 from dcp_plugin.core.format.index import Location, StoredChunk
 from dcp_plugin.core.format.payload import Frame, frame_if_possible
 from dcp_plugin.core.format.values import decode_tensor
-from dcp_plugin.core.media.medium import Readable
+from dcp_plugin.core.media import Readable
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.storage import reading
 from dcp_plugin.core.storage.fetch import Fetch, of_item

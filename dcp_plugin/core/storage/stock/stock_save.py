@@ -42,7 +42,7 @@ from dcp_plugin.core.format.index import Location
 from dcp_plugin.core.format.keys import flatten, is_empty_mapping, walked_by_stock
 from dcp_plugin.core.format.metadata import Aliases, Views
 from dcp_plugin.core.format.values import WholeItem
-from dcp_plugin.core.media.choice import locate, medium_of, uncommitted_reason
+from dcp_plugin.core.media import locate, medium_of, uncommitted_reason
 from dcp_plugin.core.paths import StorageOptions, Where, as_path, is_path
 from dcp_plugin.core.planning.global_plan import Share, make_global_plan
 from dcp_plugin.core.planning.local_inventory import VALUE, LocalInventory, OfKey, ties_of
