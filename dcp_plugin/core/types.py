@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 VERSION = "0.1.0"
 """Version of this package, recorded in each checkpoint."""
 
-Shape = tuple[int, ...]
-
 C = TypeVar("C", bound=type)
 
 
@@ -44,8 +42,8 @@ def public_class(package: str = "dcp_plugin") -> Callable[[C], C]:
 class LocalChunk(NamedTuple):
     """A box of a global tensor on this rank: ``tensor`` has shape ``sizes`` and starts at ``offsets``."""
 
-    offsets: Shape
-    sizes: Shape
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
     tensor: torch.Tensor
 
 
@@ -53,7 +51,7 @@ class LocalChunk(NamedTuple):
 class ShardedValue:
     """One rank's view of a global tensor: shape, dtype, and the chunks that the rank holds, possibly none."""
 
-    shape: Shape
+    shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: tuple[LocalChunk, ...]
     any_rank: bool = False

@@ -33,7 +33,7 @@ from dcp_plugin.core.format.columns import (
     product,
     totals,
 )
-from dcp_plugin.core.types import KeyPath, Shape
+from dcp_plugin.core.types import KeyPath
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +46,8 @@ __all__ = ["CheckpointIndex", "Entry", "Location", "StoredChunk", "StoredTensor"
 class StoredChunk:
     """Box of a stored tensor, and the item that holds it."""
 
-    offsets: Shape
-    sizes: Shape
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
     location: Location
 
 
@@ -73,7 +73,7 @@ class _Chunks(Sequence[StoredChunk]):
 @dataclass(frozen=True)
 class StoredTensor:
     dtype: torch.dtype
-    shape: Shape
+    shape: tuple[int, ...]
     chunks: Sequence[StoredChunk]
 
     @property
@@ -130,7 +130,7 @@ class CheckpointIndex(Mapping[str, Entry]):
 
         Only stock checkpoints have such items.
         """
-        self.strides: dict[str, Shape] = {}
+        self.strides: dict[str, tuple[int, ...]] = {}
         """Strides of the tensors that are not row-major, by key. Only ``torch.save`` files have such tensors."""
         self.values_here: dict[str, Any] = {}
         """Values that were read with the index, by key. Only ``torch.save`` files have such values."""

@@ -44,7 +44,6 @@ from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.storage.reading import framed_item
 from dcp_plugin.core.storage.write_items import Destination
 from dcp_plugin.core.tensors.host_memory import finish_device_work
-from dcp_plugin.core.types import Shape
 
 WORTH_LINKING = 64 << 10
 """Least bytes of all stable items of a rank together; with fewer, they are written among the others. Also the least
@@ -58,8 +57,8 @@ class Item:
     """Box of a tensor."""
 
     key: str
-    offsets: Shape
-    sizes: Shape
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
     dtype: torch.dtype
 
 
