@@ -38,13 +38,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcp_plugin.core.errors import as_html, size, some
-from dcp_plugin.core.format.columns import Places
-from dcp_plugin.core.format.index import CheckpointIndex
+from dcp_plugin.core.format.index import CheckpointIndex, KeyPath, Places
 from dcp_plugin.core.format.summary import Summary
 from dcp_plugin.core.media import Readable
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.ranks.calls import Call
-from dcp_plugin.core.types import Flat, KeyPath, ShardedValue, Wanted, public_class
+from dcp_plugin.core.types import Flat, ShardedValue, Wanted, public_class
 
 if TYPE_CHECKING:
     import torch

@@ -108,11 +108,6 @@ class EncodedValue:
 Flat = dict[str, "ShardedValue | EncodedValue"]
 """State by key. The state layer passes it to staging, and staging passes it to planning."""
 
-KeyPath = tuple[Any, ...]
-"""Path of a key in the nested state. A step is a ``str`` for a mapping key, an ``int`` for a list index, ``("t", i)``
-for a tuple index, or ``("k", key)`` for a mapping key that is not text. A key of any type in a mapping class other than
-``dict`` is ``(name, key)``, with the class's name in :data:`~dcp_plugin.core.format.columns.MAPPING_CLASSES`."""
-
 
 @dataclass
 class Wanted:

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dcp_plugin.core.format.columns import NO_TENSOR, Column
-from dcp_plugin.core.format.index import CheckpointIndex
+from dcp_plugin.core.format.index import NO_TENSOR, CheckpointIndex, Column
 from dcp_plugin.core.interrupts import collector_paused
 
 VALUE = "value"

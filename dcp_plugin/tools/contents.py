@@ -20,8 +20,7 @@ import numpy as np
 from xxhash import xxh3_64_hexdigest
 
 from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointIncomplete, as_html, size, some
-from dcp_plugin.core.format.columns import NO_TENSOR, KeyColumns
-from dcp_plugin.core.format.index import Entry, StoredChunk, StoredTensor, StoredValue
+from dcp_plugin.core.format.index import NO_TENSOR, Entry, KeyColumns, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.core.interrupts import collector_paused
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.core.records import OpenCheckpoint

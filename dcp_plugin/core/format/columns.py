@@ -20,7 +20,6 @@ import numpy as np
 
 from dcp_plugin.core.errors import CheckpointMismatch
 from dcp_plugin.core.format.payload import block_counts, padded
-from dcp_plugin.core.types import KeyPath
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +38,11 @@ MAPPING_CLASSES: dict[str, Callable[[], dict[Any, Any]]] = {
     **{f"defaultdict of {name}": functools.partial(defaultdict, factory) for name, factory in FACTORIES.items()},
 }
 """Classes of mappings, by name, that a load restores if a save stores the items of a mapping separately."""
+
+KeyPath = tuple[Any, ...]
+"""Path of a key in the nested state. A step is a ``str`` for a mapping key, an ``int`` for a list index, ``("t", i)``
+for a tuple index, or ``("k", key)`` for a mapping key that is not text. A key of any type in a mapping class other than
+``dict`` is ``(name, key)``, with the class's name in :data:`MAPPING_CLASSES`."""
 
 _JOINED = ("place", "frame", "hash")
 

@@ -21,25 +21,44 @@ import numpy as np
 
 from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint, some
 from dcp_plugin.core.format.columns import (
+    MAPPING_CLASSES,
     NO_TENSOR,
     ROWS_IN_CACHE,
     Column,
     KeyColumns,
+    KeyPath,
     Location,
     Places,
+    default_path,
     in_any,
     order_of,
     partitioned,
     product,
     totals,
+    unusual_paths,
 )
-from dcp_plugin.core.types import KeyPath
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.checkpoint.metadata import StorageMeta
 
-__all__ = ["CheckpointIndex", "Entry", "Location", "StoredChunk", "StoredTensor", "StoredValue"]
+__all__ = [
+    "MAPPING_CLASSES",
+    "NO_TENSOR",
+    "CheckpointIndex",
+    "Column",
+    "Entry",
+    "KeyColumns",
+    "KeyPath",
+    "Location",
+    "Places",
+    "StoredChunk",
+    "StoredTensor",
+    "StoredValue",
+    "default_path",
+    "places_of",
+    "unusual_paths",
+]
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_plugin.core.format import METADATA
-from dcp_plugin.core.format.columns import NO_TENSOR, Column
-from dcp_plugin.core.format.index import CheckpointIndex
+from dcp_plugin.core.format.index import NO_TENSOR, CheckpointIndex, Column, KeyPath
 from dcp_plugin.core.tensors._torch import StorageInfo
-from dcp_plugin.core.types import KeyPath
 
 
 def as_stock_knows_it(index: CheckpointIndex) -> CheckpointIndex:

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp_plugin.core.format.columns import NO_TENSOR, Column, filled_rows, unusual_paths
+from dcp_plugin.core.format.columns import NO_TENSOR, Column, KeyPath, filled_rows, unusual_paths
 from dcp_plugin.core.format.keys import as_stored
 from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS, memory_of
-from dcp_plugin.core.types import EncodedValue, Flat, KeyPath, LocalChunk, ShardedValue, Standing
+from dcp_plugin.core.types import EncodedValue, Flat, LocalChunk, ShardedValue, Standing
 
 OfKey = tuple[torch.dtype | None, tuple[int, ...], bool, bool, Sequence[Sequence[Any]]]
 """A rank's entry under a key, a tuple because a state has thousands of entries. Its elements: the dtype (None for a

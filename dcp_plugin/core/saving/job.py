@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from dcp_plugin.core import events
 from dcp_plugin.core.config import CheckpointConfig
 from dcp_plugin.core.errors import CheckpointError, RankFailure, SaveFailed, logger
-from dcp_plugin.core.format.columns import Places
-from dcp_plugin.core.format.index import CheckpointIndex
+from dcp_plugin.core.format.index import CheckpointIndex, Places
 from dcp_plugin.core.format.summary import plain_metrics
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.planning.local_inventory import Holdings, LocalInventory

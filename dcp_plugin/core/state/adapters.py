@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from dcp_plugin.core.format import values
-from dcp_plugin.core.format.index import Entry, StoredTensor
+from dcp_plugin.core.format.index import Entry, KeyPath, StoredTensor
 from dcp_plugin.core.format.keys import (
     flatten,
     has_keys_below,
@@ -58,7 +58,7 @@ from dcp_plugin.core.state.per_rank import RankEntry
 from dcp_plugin.core.tensors._torch import is_meta, is_tensor, shape_of, with_memory
 from dcp_plugin.core.tensors._torch_modules import Incompatible
 from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS, OF_ITS_OWN_CLASS
-from dcp_plugin.core.types import KeyPath, Wanted
+from dcp_plugin.core.types import Wanted
 
 
 @dataclass(frozen=True)

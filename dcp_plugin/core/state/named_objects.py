@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_plugin.core.errors import CheckpointMismatch
+from dcp_plugin.core.format.columns import KeyPath
 from dcp_plugin.core.format.keys import (
     join,
     require_end,
@@ -42,7 +43,7 @@ from dcp_plugin.core.state.per_rank import OfEachRank, PerRank, RankEntry, is_po
 from dcp_plugin.core.tensors._torch import is_tensor
 from dcp_plugin.core.tensors._torch_modules import patched_together, refuse_deepspeed, unwrapped_optimizer
 from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS
-from dcp_plugin.core.types import KeyPath, ShardedValue
+from dcp_plugin.core.types import ShardedValue
 
 
 class Place(NamedTuple):

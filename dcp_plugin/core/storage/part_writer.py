@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from dcp_plugin.core.errors import SaveFailed, UnsafeCheckpoint
 from dcp_plugin.core.format import DATA_SUFFIX, INDEX, METADATA, SUMMARY, index_file
 from dcp_plugin.core.format import metadata as dcp_metadata
-from dcp_plugin.core.format.columns import NO_TENSOR, Places
-from dcp_plugin.core.format.index import CheckpointIndex
+from dcp_plugin.core.format.index import NO_TENSOR, CheckpointIndex, Places
 from dcp_plugin.core.format.metadata import Aliases, Views
 from dcp_plugin.core.format.summary import MOST_DIFFERING, Summary, fingerprint, time_after
 from dcp_plugin.core.format.values import WholeItem

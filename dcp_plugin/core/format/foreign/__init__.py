@@ -30,9 +30,7 @@ import torch
 
 from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointMismatch
 from dcp_plugin.core.format import Files, expect
-from dcp_plugin.core.format.columns import NO_TENSOR, Column, KeyColumns, Places, unusual_paths
-from dcp_plugin.core.format.index import CheckpointIndex
-from dcp_plugin.core.types import KeyPath
+from dcp_plugin.core.format.index import NO_TENSOR, CheckpointIndex, Column, KeyColumns, KeyPath, Places, unusual_paths
 
 _SAMPLES = 8
 _SAMPLE = 512

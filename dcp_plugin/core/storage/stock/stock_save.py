@@ -36,9 +36,8 @@ from torch.futures import Future
 
 from dcp_plugin.core.errors import CheckpointError, CheckpointMismatch, SaveFailed, logger, refuse_other_systems
 from dcp_plugin.core.format import stock_objects
-from dcp_plugin.core.format.columns import NO_TENSOR
 from dcp_plugin.core.format.derived_index import index_of
-from dcp_plugin.core.format.index import Location
+from dcp_plugin.core.format.index import NO_TENSOR, KeyPath, Location
 from dcp_plugin.core.format.keys import flatten, is_empty_mapping, walked_by_stock
 from dcp_plugin.core.format.metadata import Aliases, Views
 from dcp_plugin.core.format.values import WholeItem
@@ -52,7 +51,7 @@ from dcp_plugin.core.storage.part_writer import Facts, PartWriter, Publication
 from dcp_plugin.core.storage.reuse import Reuse
 from dcp_plugin.core.tensors._torch_sharded import settled
 from dcp_plugin.core.tensors.kinds import is_stored_whole, require_memory
-from dcp_plugin.core.types import EncodedValue, KeyPath, ShardedValue, public_class
+from dcp_plugin.core.types import EncodedValue, ShardedValue, public_class
 
 
 @dataclass(frozen=True)
