@@ -27,8 +27,8 @@ from dcp_plugin.core.format.columns import KeyPath
 from dcp_plugin.core.format.keys import flatten, name_of, step_of, unflatten
 from dcp_plugin.core.format.torch_archive import BEHIND, Record
 from dcp_plugin.core.media import NewFile
+from dcp_plugin.core.state import without_sampler
 from dcp_plugin.core.state.optimizer import GROUPS, nested_of, with_numbers
-from dcp_plugin.core.state.per_rank import without_sampler
 from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.tensors import _torch
 from dcp_plugin.core.tensors.host_memory import host_bytes, memory_view
