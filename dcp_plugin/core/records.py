@@ -42,7 +42,6 @@ from dcp_plugin.core.format.index import CheckpointIndex, KeyPath, Places
 from dcp_plugin.core.format.summary import Summary
 from dcp_plugin.core.media import Readable
 from dcp_plugin.core.paths import Where
-from dcp_plugin.core.ranks.calls import Call
 from dcp_plugin.core.types import Flat, ShardedValue, Wanted, public_class
 
 if TYPE_CHECKING:
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from dcp_plugin.core.planning.global_plan import GlobalPlan, Share
     from dcp_plugin.core.planning.local_inventory import LocalInventory
     from dcp_plugin.core.planning.replicas import LocalReplicas
+    from dcp_plugin.core.ranks.collectives import Call
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Begin and end of a part of a tensor, in each dimension; ``((), ())`` for no part at all."""

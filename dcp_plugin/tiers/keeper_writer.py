@@ -28,8 +28,7 @@ from dcp_plugin.core.interrupts import collector_paused
 from dcp_plugin.core.media import add_files, medium_of
 from dcp_plugin.core.paths import Where, options_of
 from dcp_plugin.core.planning.save import in_table_order
-from dcp_plugin.core.ranks.calls import together
-from dcp_plugin.core.ranks.collectives import Attempt, Ranks
+from dcp_plugin.core.ranks.collectives import Attempt, Ranks, together
 from dcp_plugin.core.ranks.groups import RankGroups, of_default_group
 from dcp_plugin.core.records import LiveState, SavePlan, SaveRequest, Spent, StagedState
 from dcp_plugin.core.runs import figures

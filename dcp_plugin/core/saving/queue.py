@@ -25,7 +25,7 @@ from dcp_plugin.core import events
 from dcp_plugin.core.errors import CheckpointError, SaveFailed, logger
 from dcp_plugin.core.interrupts import interrupts_held
 from dcp_plugin.core.paths import Where
-from dcp_plugin.core.ranks.calls import Call, together
+from dcp_plugin.core.ranks.collectives import Call, together
 from dcp_plugin.core.tensors._torch import before_threads_end
 from dcp_plugin.core.types import public_class
 
