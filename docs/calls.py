@@ -34,7 +34,6 @@ USED_BY_ALL = {
 HELPERS = {
     "loading/__init__.py",
     "media/__init__.py",
-    "media/disk/direct_io.py",
     "media/disk/local_files.py",
     "media/disk/posix.py",
     "media/lease.py",
