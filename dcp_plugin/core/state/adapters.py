@@ -38,9 +38,9 @@ from dcp_plugin.core.format.keys import (
     with_types_of,
 )
 from dcp_plugin.core.records import Box
-from dcp_plugin.core.state.annotations import mark_parameters, mark_slots
 from dcp_plugin.core.state.module import gather_module
 from dcp_plugin.core.state.module_load import Deferred, ModuleLoad, Read
+from dcp_plugin.core.state.names import mark_parameters, mark_slots
 from dcp_plugin.core.state.optimizer import (
     OwnLayout,
     class_name,

@@ -36,9 +36,8 @@ from dcp_plugin.core.state.adapters import (
     ValueAdapter,
     is_state_dict,
 )
-from dcp_plugin.core.state.annotations import layout_of
 from dcp_plugin.core.state.module import reshard
-from dcp_plugin.core.state.names import Parts, is_list_of, parameter_names, trained_module
+from dcp_plugin.core.state.names import Parts, is_list_of, layout_of, parameter_names, trained_module
 from dcp_plugin.core.tensors._torch import is_tensor
 from dcp_plugin.core.tensors._torch_modules import patched_together, refuse_deepspeed, unwrapped_optimizer
 from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS
