@@ -73,6 +73,7 @@ def build(
             model = model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **kwargs)
         else:  # no public constructor takes the dtype
             model = model_class._from_config(config, dtype=dtype, **kwargs)
+    model.config.dtype = dtype  # transformers 5.3 sets it in its own from_pretrained
     # The plan has patterns of the names of parameters that must stay float32.
     for names, own_dtype in model._get_dtype_plan(dtype).items():
         pattern = re.compile(names.replace("*", ".*"))
