@@ -50,18 +50,14 @@ class ReadPlanner:
         self._chunks = self._wanted_as_stored()
         others = [key for key in targets if key not in self._chunks]
         self._layouts = {key: StoredLayout.of_table(index.table, index.slots[stored[key]]) for key in others}
+        # The scales that a conversion would lose: not those that the caller applies, or loads beside the tensor.
+        lost = {name: scaled.scale for name, scaled in index.scaled.items()} | dict.fromkeys(self._scales, "")
         self.misfits = [
             reason
             for key, layout in self._layouts.items()
-            if (reason := misfit(key, targets[key], layout, self._lost_scale(stored[key])))
+            if (reason := misfit(key, targets[key], layout, lost.get(stored[key], scale_of(stored[key], index.slots))))
         ]
         """A line for each target that cannot be filled: its shape or kind differs."""
-
-    def _lost_scale(self, name: str) -> str:
-        """Return the key of the scale that a conversion of a stored tensor would lose; empty if it would lose none."""
-        if name in self._scales:
-            return ""
-        return self._index.scaled[name].scale if name in self._index.scaled else scale_of(name, self._index.slots)
 
     def plan(self) -> ReadPlan:
         """Return the reads.

@@ -145,34 +145,42 @@ WEIGHT = {"one.weight": _raw(8, 8)}
 PACKED = torch.ones(8, 4, dtype=torch.int32)
 REFUSED: dict[str, tuple[dict[str, Any], State, str]] = {
     "no config": ({}, {**WEIGHT, "one.weight_scale": _scale(1)}, "no quantization_config"),
-    "unknown": (_config("new"), {**WEIGHT, "one.weight_scale": _scale(1)}, "new is not"),
+    "unknown": (
+        _config("new"),
+        {**WEIGHT, "one.weight_scale": _scale(1)},
+        "new, with numbers of torch.float8_e4m3fn, is not",
+    ),
     "of a tool without a scheme here": (_config("fbgemm_fp8"), {**WEIGHT, "one.weight_scale": _scale(8, 1)}, "fbgemm"),
     "another algorithm": (_config("modelopt", quant_algo="W4A8"), {**WEIGHT, "one.weight_scale": _scale()}, "W4A8"),
     "another group": (_compressed("group"), {**WEIGHT, "one.weight_scale": _scale(8, 4)}, "by group"),
-    "another block": (_blocks(128, 128), {**WEIGHT, "one.weight_scale_inv": _scale(2, 2)}, r"\(2, 2\) is not that"),
-    "no block": (_config("fp8"), {**WEIGHT, "one.weight_scale_inv": _scale(2, 2)}, r"\(2, 2\) is not that"),
-    "a bad block": (_blocks(0, 4), {**WEIGHT, "one.weight_scale_inv": _scale(2, 2)}, r"\(2, 2\) is not that"),
-    "columns": (_compressed("channel"), {**WEIGHT, "one.weight_scale": _scale(1, 8)}, r"\(1, 8\) is not that"),
+    "another block": (_blocks(128, 128), {**WEIGHT, "one.weight_scale_inv": _scale(2, 2)}, r"\(2, 2\) for \(8, 8\) by"),
+    "no block": (_config("fp8"), {**WEIGHT, "one.weight_scale_inv": _scale(2, 2)}, r"\(2, 2\) for \(8, 8\) by"),
+    "a bad block": (_blocks(0, 4), {**WEIGHT, "one.weight_scale_inv": _scale(2, 2)}, r"\(2, 2\) for \(8, 8\) by"),
+    "columns": (
+        _compressed("channel"),
+        {**WEIGHT, "one.weight_scale": _scale(1, 8)},
+        r"\(1, 8\) for \(8, 8\) by channel",
+    ),
     "bytes": (_blocks(4, 4), {**WEIGHT, "one.weight_scale_inv": torch.ones(2, 2, dtype=torch.uint8)}, "torch.uint8"),
     "a second scale": (
         *(_compressed("tensor"), {**WEIGHT, "one.weight_scale": _scale(1), "one.weight_global_scale": _scale(1)}),
-        "one.weight_global_scale is not",
+        "one.weight_global_scale, is not",
     ),
     "comfy": ({}, {**WEIGHT, "one.scale_weight": _scale()}, "no quantization_config"),
     "integers": (
         *(_compressed("channel"), {"one.weight": torch.ones(8, 8, dtype=torch.int8), "one.weight_scale": _scale(8, 1)}),
-        "with integers",
+        "with numbers of torch.int8",
     ),
     "bitsandbytes of 8 bits": (
         *(_config("bitsandbytes"), {"one.weight": torch.ones(8, 8, dtype=torch.int8), "one.SCB": _scale(8)}),
-        "bitsandbytes, with integers",
+        "bitsandbytes, with numbers of torch.int8",
     ),
     "bitsandbytes of 4 bits": (
         *(
             _config("bitsandbytes"),
             {"one.weight": torch.ones(32, 1, dtype=torch.uint8), "one.weight.absmax": _scale(1)},
         ),
-        "bitsandbytes, with integers",
+        "bitsandbytes, with numbers of torch.uint8",
     ),
     "nvfp4": (
         _config("modelopt", quant_algo="NVFP4"),

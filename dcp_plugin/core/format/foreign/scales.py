@@ -21,9 +21,7 @@ scale. Scales of activations and caches (:data:`NOT_OF_WEIGHTS`) belong to no te
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -34,123 +32,111 @@ from dcp_plugin.core.format import MOST_JSON, Files, json_object, read
 from dcp_plugin.core.format.columns import KeyColumns
 from dcp_plugin.core.types import Shape
 
-_CONFIG = "config.json"
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-_INTEGERS = (torch.uint8, torch.int8)
-_CANDIDATES = (*_FLOAT8, *_INTEGERS, torch.int16, torch.int32)
-_SCALES = (
-    *(("", "_scale_inv"), ("", "_scale"), ("", "_scales"), ("weight", "scale"), ("weight", "qscale_weight")),
-    *(("weight", "scale_weight"), ("weight", "SCB"), ("", ".absmax")),
-)
-"""End of a quantized tensor's key -> the end of its scale's. The last two are those of bitsandbytes."""
-_PACKED = {
-    "_blocks": ("_scales", ""),
-    "_packed": ("_scale", ""),
-    "qweight": ("scales", "weight"),
-    "W_q": ("scale", "weight"),
-    "._data": ("._scale", ""),
-    "_weight_qdata": ("_weight_scale", "weight"),
-}
-"""End of a packed tensor's key -> the end of its scale's, and the end of the key that a model has for both."""
-_FURTHER = ("_global_scale", "_scale_2", "_zero_point")
-"""Ends of a second scale's key. The first scale alone would be wrong."""
+_CANDIDATES = (*_FLOAT8, torch.uint8, torch.int8, torch.int16, torch.int32)
 
+# End of a quantized tensor's key, the end of its scale's, and for packed tensors the end of the key in a model. SCB and
+# absmax are those of bitsandbytes.
+_NAMES = (
+    *(("_blocks", "_scales", ""), ("_packed", "_scale", ""), ("._data", "._scale", "")),
+    *(("qweight", "scales", "weight"), ("W_q", "scale", "weight"), ("_weight_qdata", "_weight_scale", "weight")),
+    *(("", "_scale_inv", None), ("", "_scale", None), ("", "_scales", None), ("", ".absmax", None)),
+    *(("weight", name, None) for name in ("scale", "qscale_weight", "scale_weight", "SCB")),
+)
+# Ends of the key of a second scale or of an offset. The first scale alone would be wrong.
+_FURTHER = ("_global_scale", "_scale_2", "_zero_point")
+# Last segments of the keys of scales that are never applied to a weight.
 NOT_OF_WEIGHTS = ("input_scale", "output_scale", "activation_scale", "q_scale", "k_scale", "v_scale")
-"""Last segments of the keys of scales that are never applied to a weight."""
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """A quantized tensor, or the key that a model has for a packed one."""
+    """A quantized tensor, or the key that a model has for a packed one.
+
+    Args:
+        scale: The key of the scale.
+        block: Elements in each dimension that share a number of the scale.
+        refusal: The reason why a load does not apply the scale; empty if it does.
+        needs_scale: False if a target of the stored dtype may be filled alone: layers of bitsandbytes find their scale.
+    """
 
     scale: str
-    """Key of the scale."""
-    block: Shape = ()
-    """Elements in each dimension that share a number of the scale."""
-    refusal: str = ""
-    """The reason why a load does not apply the scale; empty if it does."""
-    needs_scale: bool = True
-    """False if a target of the stored dtype may be filled alone: layers of bitsandbytes find their scale."""
+    block: Shape
+    refusal: str
+    needs_scale: bool
 
 
 def find(table: KeyColumns, files: Files) -> dict[str, Scaled]:
     """Return the quantized tensors of a folder by key. Only for a folder that has any, the configuration is read."""
-    scaled: dict[str, Scaled] = {}
+    scaled, config = dict[str, Scaled](), None
     numbers = [number for number, dtype in enumerate(table.torch_dtypes) if dtype in _CANDIDATES]
-    candidates = np.flatnonzero(np.isin(table.columns["dtype"], numbers)).tolist()
-    config: dict[str, Any] | None = None
-    for slot in candidates:
-        key, dtype = table.keys[slot], table.torch_dtypes[table.columns["dtype"][slot]]
-        packed = next((end for end in _PACKED if key.endswith(end)), "")
-        names = [key.removesuffix(packed) + _PACKED[packed][0]] if packed else _scales_of(key, dtype)
-        scale = next((name for name in names if name in table.slots), "")
-        if not scale:
-            continue
-        config = _configuration(files) if config is None else config
-        if packed:
-            scaled[key] = Scaled(scale, refusal=_refusal(config, f", stored as {key},"))
-            if (name := key.removesuffix(packed) + _PACKED[packed][1]) not in table.slots:
+    for slot in np.flatnonzero(np.isin(table.columns["dtype"], numbers)).tolist():
+        key, is_small = table.keys[slot], table.itemsizes[table.columns["dtype"][slot]] == 1
+        names = (
+            (scale, None if name is None else key.removesuffix(end) + name)
+            for end, scale_end, name in _NAMES
+            if key.endswith(end) and (scale := key.removesuffix(end) + scale_end) in table.slots
+            if is_small or name is not None
+        )
+        scale, name = next(names, ("", None))
+        if scale:
+            config = _configuration(files) if config is None else config
+            scaled[key] = _judged(table, slot, scale, config, name is not None)
+            if name is not None and name not in table.slots:
                 scaled[name] = scaled[key]
-        else:
-            scaled[key] = _judged(table, slot, scale, config)
     return scaled
-
-
-def _scales_of(key: str, dtype: torch.dtype) -> Iterator[str]:
-    if dtype in _FLOAT8 or dtype in _INTEGERS:
-        yield from (key.removesuffix(end) + scale for end, scale in _SCALES if key.endswith(end))
 
 
 def _configuration(files: Files) -> dict[str, Any]:
     """Return ``quantization_config``; empty without one. A damaged file counts as none."""
     try:
-        config = json_object(read(files, _CONFIG, MOST_JSON + 1)).get("quantization_config")
+        config = json_object(read(files, "config.json", MOST_JSON + 1)).get("quantization_config")
     except (CheckpointCorrupt, ValueError, RecursionError):
-        return {}
+        config = None
     return config if isinstance(config, dict) else {}
 
 
-def _refusal(config: dict[str, Any], what: str = "") -> str:
-    """Return the sentence that the method of a configuration is not dequantized."""
-    if not config:
-        return f"no quantization_config in the folder's {_CONFIG} says how"
-    method = " ".join(str(config[name])[:50] for name in ("quant_method", "quant_algo", "format") if config.get(name))
-    return f"{method}{what} is not dequantized"
-
-
-def _judged(table: KeyColumns, slot: int, scale: str, config: dict[str, Any]) -> Scaled:
-    """Return the description of a tensor that is not packed."""
+def _judged(table: KeyColumns, slot: int, scale: str, config: dict[str, Any], is_packed: bool) -> Scaled:
+    """Return the description of a tensor with this scale."""
     key, shape, dtype = table.keys[slot], table.shape_of(slot), table.dtype_of(slot)
-    scale_shape, scale_dtype = table.shape_of(at := table.slots[scale]), table.dtype_of(at)
-    strategies = list(_strategies(config))
+    scale_shape, scale_dtype = table.shape_of(table.slots[scale]), table.dtype_of(table.slots[scale])
     second = next((name for end in _FURTHER if (name := f"{key}{end}") in table.slots), "")
-    if dtype not in _FLOAT8:
-        return Scaled(scale, refusal=_refusal(config, ", with integers,"), needs_scale=False)
-    if second or not strategies:
-        return Scaled(scale, refusal=_refusal(config, second and f" with {second}"))
-    if scale_dtype is None or not (scale_dtype.itemsize > 1 or scale_dtype == torch.float8_e8m0fnu):
-        return Scaled(scale, refusal=_refusal(config, f" with a scale of {scale_dtype}"))
-    blocks = (_block(*strategy, shape, scale_shape) for strategy in strategies)
+    strategies = _strategies(config)
+    blocks = (_block(strategy, size, shape, scale_shape) for strategy, size in strategies)
     block = next((block for block in blocks if block is not None), None)
-    names = " or ".join(name for name, _ in strategies)
-    misfit = f"the scale's shape {scale_shape} is not that of {config['quant_method']} by {names} for {shape}"
-    return Scaled(scale, refusal=misfit) if block is None else Scaled(scale, block)
+    is_number = scale_dtype is not None and (scale_dtype.itemsize > 1 or scale_dtype == torch.float8_e8m0fnu)
+    faults = (
+        (is_packed, f"stored as {key}"),
+        (dtype not in _FLOAT8, f"with numbers of {dtype}"),
+        (not strategies, f"with numbers of {dtype}"),
+        (bool(second), f"with {second}"),
+        (not is_number, f"with a scale of {scale_dtype}"),
+        (block is None, f"with a scale of {scale_shape} for {shape} by {' or '.join(name for name, _ in strategies)}"),
+    )
+    method = " ".join(str(config[name])[:50] for name in ("quant_method", "quant_algo", "format") if config.get(name))
+    refusal = next((f"{method}, {fault}, is not dequantized" for is_fault, fault in faults if is_fault), "")
+    if refusal and not config:
+        refusal = "no quantization_config in the folder's config.json says how"
+    return Scaled(scale, block or (), refusal, is_packed or dtype in _FLOAT8)
 
 
-def _strategies(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the strategies that a configuration names for float8 weights, with the block size of each."""
-    method, algorithm = config.get("quant_method"), config.get("quant_algo")
-    if method == "fp8":
-        size = config.get("weight_block_size")
-        yield ("tensor", None) if size is None else ("block", size)
-    elif method == "compressed-tensors":
-        groups = config.get("config_groups")
-        for group in groups.values() if isinstance(groups, dict) else ():
-            weights = group.get("weights") if isinstance(group, dict) else None
-            if isinstance(weights, dict) and (weights.get("type"), weights.get("num_bits")) == ("float", 8):
-                yield str(weights.get("strategy"))[:50], weights.get("block_structure")
-    elif method == "modelopt" and algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
-        yield "tensor" if algorithm == "FP8" else "channel", None
+def _strategies(config: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return the strategies that a configuration names for float8 weights, with the block size of each."""
+    match config:
+        case {"quant_method": "fp8", "weight_block_size": size} if size is not None:
+            return [("block", size)]
+        case {"quant_method": "fp8"} | {"quant_method": "modelopt", "quant_algo": "FP8"}:
+            return [("tensor", None)]
+        case {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}:
+            return [("channel", None)]
+        case {"quant_method": "compressed-tensors", "config_groups": dict(groups)}:
+            schemes = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
+            return [
+                (str(weights.get("strategy"))[:50], weights.get("block_structure"))
+                for weights in schemes
+                if isinstance(weights, dict) and (weights.get("type"), weights.get("num_bits")) == ("float", 8)
+            ]
+    return []
 
 
 def _block(strategy: str, size: Any, shape: Shape, scale: Shape) -> Shape | None:
@@ -158,24 +144,19 @@ def _block(strategy: str, size: Any, shape: Shape, scale: Shape) -> Shape | None
 
     Matrices may be stacked, as those of experts are: blocks and channels are in the last two dimensions.
     """
-    if 0 in shape:
-        return None
-    if strategy == "tensor":
-        return shape if prod(scale) == 1 and len(scale) <= max(1, len(shape)) else None
-    if strategy == "channel" and len(shape) > 1:
-        if scale == shape[:1]:
-            return 1, *shape[1:]
-        return (*(1 for _ in shape[1:]), shape[-1]) if scale == (*shape[:-1], 1) else None
-    if strategy == "block" and len(shape) > 1 and _is_pair(size):
-        block = (*(1 for _ in shape[2:]), *size)
-        return block if scale == grid(shape, block) else None
-    return None
-
-
-def _is_pair(size: Any) -> bool:
-    return isinstance(size, list) and [type(number) for number in size] == [int, int] and min(size) > 0
+    stacked = (1,) * (len(shape) - 2)
+    match strategy, size:
+        case "tensor", _:
+            block, shorter = shape, [(), (1,)]
+        case "channel", _ if len(shape) > 1:
+            block, shorter = (*stacked, 1, shape[-1]), [shape[:-1]]
+        case "block", [int(rows), int(columns)] if len(shape) > 1 and min(rows, columns) > 0:
+            block, shorter = (*stacked, rows, columns), []
+        case _:
+            return None
+    return block if scale in (grid(shape, block), *shorter) else None
 
 
 def grid(shape: Shape, block: Shape) -> Shape:
     """Return the number of blocks in each dimension. The last block of a dimension may be smaller."""
-    return tuple(-(-length // size) for length, size in zip(shape, block, strict=True))
+    return tuple(-(-length // max(size, 1)) for length, size in zip(shape, block, strict=True))
