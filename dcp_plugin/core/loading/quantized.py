@@ -36,8 +36,8 @@ def settle(match: Match, key_maps: Mapping[str, KeyMap], index: CheckpointIndex)
     for name, key_map in key_maps.items():
         want = match.wanted[name]
         for key, target in want.targets.items():
-            stored = key_map.stored(want.stored_as.get(key, key))
-            if isinstance(target, Deferred) and stored in weights.values() and index.scaled[stored].scale not in taken:
+            scaled = index.scaled.get(key_map.stored(key))
+            if isinstance(target, Deferred) and scaled and not scaled.refusal and scaled.scale not in taken:
                 made = replace(target, entry=replace(target.entry, dtype=target.dtype or torch.float32))
                 want.targets[key] = match.deferred[join(name, key)] = made
         _drop_scales(want, key_map, weights)
