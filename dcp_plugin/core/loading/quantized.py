@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -66,7 +67,8 @@ def judge(match: Match, index: CheckpointIndex) -> None:
     that would be filled without the scale, and for each target that is stored packed."""
     taken, problems = set(match.stored.values()), list[str]()
     for key, name in match.stored.items():
-        scaled, target = index.scaled.get(name), match.deferred.get(key) or match.targets.get(key)
+        target: Any = match.deferred.get(key) or match.targets.get(key)
+        scaled = index.scaled.get(name)
         if scaled is None or target is None:
             continue
         stored, dtype = index.table.dtype_of(index.slots[name]), target.dtype or target.entry.dtype
