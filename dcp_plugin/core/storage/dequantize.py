@@ -21,7 +21,6 @@ from dcp_plugin.core.planning.reads import ReadPlanner
 from dcp_plugin.core.records import BoxRead, ReadPlan
 from dcp_plugin.core.tensors._torch import sharded_value
 from dcp_plugin.core.tensors.kinds import fill, is_stored_whole
-from dcp_plugin.core.types import Shape
 
 # Elements that are read together. Each takes nine bytes of memory: the stored one, the product and its scale.
 _WINDOW = 32 << 20
@@ -47,7 +46,7 @@ def read_scaled(index: CheckpointIndex, reads: Sequence[BoxRead], read: Callable
         _fill(index, [part for _, part in window], scales, read)
 
 
-def _empty(index: CheckpointIndex, slot: int, sizes: Shape) -> torch.Tensor:
+def _empty(index: CheckpointIndex, slot: int, sizes: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(sizes, dtype=index.table.dtype_of(slot), device="cpu")
 
 

@@ -30,7 +30,6 @@ import torch
 from dcp_plugin.core.errors import CheckpointCorrupt
 from dcp_plugin.core.format import MOST_JSON, Files, json_object, read
 from dcp_plugin.core.format.columns import KeyColumns
-from dcp_plugin.core.types import Shape
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _CANDIDATES = (*_FLOAT8, torch.uint8, torch.int8, torch.int16, torch.int32)
@@ -61,7 +60,7 @@ class Scaled:
     """
 
     scale: str
-    block: Shape
+    block: tuple[int, ...]
     refusal: str
     needs_scale: bool
 
@@ -139,7 +138,7 @@ def _strategies(config: dict[str, Any]) -> list[tuple[str, Any]]:
     return []
 
 
-def _block(strategy: str, size: Any, shape: Shape, scale: Shape) -> Shape | None:
+def _block(strategy: str, size: Any, shape: tuple[int, ...], scale: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return the elements that share a number of a scale; None if the scale does not have the strategy's shape.
 
     Matrices may be stacked, as those of experts are: blocks and channels are in the last two dimensions.
@@ -157,6 +156,6 @@ def _block(strategy: str, size: Any, shape: Shape, scale: Shape) -> Shape | None
     return block if scale in (grid(shape, block), *shorter) else None
 
 
-def grid(shape: Shape, block: Shape) -> Shape:
+def grid(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
     """Return the number of blocks in each dimension. The last block of a dimension may be smaller."""
     return tuple(-(-length // max(size, 1)) for length, size in zip(shape, block, strict=True))
