@@ -32,7 +32,6 @@ from xxhash import xxh3_64, xxh3_64_digest, xxh3_64_intdigest
 
 from dcp_plugin.core.format import torch_archive
 from dcp_plugin.core.format.torch_archive import BEHIND, Record
-from dcp_plugin.core.types import Shape
 
 if TYPE_CHECKING:
     import torch
@@ -198,7 +197,7 @@ def padded(length: _Number) -> _Number:
     return length + -length % ALIGNMENT
 
 
-def frame_if_possible(dtype: torch.dtype, shape: Shape) -> Frame | None:
+def frame_if_possible(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame | None:
     """Return the frame; None for a tensor that torch stores in another form."""
     try:
         return frame(dtype, shape)
@@ -207,7 +206,7 @@ def frame_if_possible(dtype: torch.dtype, shape: Shape) -> Frame | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def frame(dtype: torch.dtype, shape: Shape) -> Frame:
+def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
     """Return the frame of a contiguous CPU tensor of this dtype and shape.
 
     Raises:

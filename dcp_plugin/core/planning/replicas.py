@@ -28,14 +28,14 @@ from dcp_plugin.core.paths import Where
 from dcp_plugin.core.planning.local_inventory import LocalInventory
 from dcp_plugin.core.ranks.collectives import name_of
 from dcp_plugin.core.tensors.host_memory import bytes_at
-from dcp_plugin.core.types import Flat, LocalChunk, Shape
+from dcp_plugin.core.types import Flat, LocalChunk
 
 _SAMPLES = 4
 """Number of elements of a chunk that are compared."""
 _GOLDEN = 0x9E3779B97F4A7C15
 """Odd number near 2**64 divided by the golden ratio. Its multiples are spread evenly."""
 
-Place = tuple[str, Shape]
+Place = tuple[str, tuple[int, ...]]
 """Key and offsets of a chunk."""
 Samples = dict[Place, tuple[float, ...]]
 Numbers = np.ndarray[Any, np.dtype[np.float64]]

@@ -14,7 +14,6 @@ in different orders, so its call is refused. A callback of a save that would wai
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import sys
 import threading
@@ -23,15 +22,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from dcp_plugin.core import events
-from dcp_plugin.core.errors import CheckpointError, SaveFailed
+from dcp_plugin.core.errors import CheckpointError, SaveFailed, logger
 from dcp_plugin.core.interrupts import interrupts_held
 from dcp_plugin.core.paths import Where
-from dcp_plugin.core.ranks.calls import Call, together
+from dcp_plugin.core.ranks.collectives import Call, together
 from dcp_plugin.core.tensors._torch import before_threads_end
 from dcp_plugin.core.tensors.host_memory import device_of_thread
 from dcp_plugin.core.types import public_class
-
-logger = logging.getLogger("dcp_plugin")
 
 THREAD = "dcp-save"
 

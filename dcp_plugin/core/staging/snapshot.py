@@ -33,7 +33,7 @@ import torch
 
 from dcp_plugin.core.errors import CheckpointMismatch, SaveFailed, some
 from dcp_plugin.core.format.values import PLAIN
-from dcp_plugin.core.media.medium import IN_PLACE, PAGE
+from dcp_plugin.core.media import IN_PLACE, PAGE
 from dcp_plugin.core.tensors._torch import DTensor, version_of
 from dcp_plugin.core.tensors.host_memory import address_of, bytes_at, can_be_queued, host_bytes, is_plain_memory
 from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS, copied, memory_of, require_memory

@@ -27,7 +27,7 @@ from dcp_plugin.core.errors import CheckpointCorrupt
 from dcp_plugin.core.format.columns import ranges
 from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.payload import BlockHashes, Frame, block_size, hashes_in
-from dcp_plugin.core.media.medium import RangedFile, Readable, ReadCost, bytes_behind, first_bytes, stretches
+from dcp_plugin.core.media import RangedFile, Readable, ReadCost, bytes_behind, first_bytes, stretches
 from dcp_plugin.core.records import BoxRead
 from dcp_plugin.core.storage.fetch import Fetch, IntoMemory, Part
 from dcp_plugin.core.storage.published import gone_or_damaged
