@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 from dcp_plugin.core.config import CheckpointConfig
 from dcp_plugin.core.errors import CheckpointError, size
+from dcp_plugin.core.format import json_object
 from dcp_plugin.core.media.choice import medium_of
 from dcp_plugin.core.media.disk import posix
 from dcp_plugin.core.media.medium import PAGE, CannotLink, DataFile, Medium
@@ -33,7 +34,16 @@ from dcp_plugin.core.media.objects.client import client_of
 from dcp_plugin.core.media.objects.commit import refuses_other_tags
 from dcp_plugin.core.media.places import workspace_of
 from dcp_plugin.core.options import IO
-from dcp_plugin.core.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, options_of
+from dcp_plugin.core.paths import (
+    ObjectPath,
+    PathLike,
+    StorageOptions,
+    Where,
+    as_path,
+    on_file_system,
+    options_of,
+    place_of,
+)
 from dcp_plugin.core.ranks.launcher import this_launch
 from dcp_plugin.core.types import public_class
 
@@ -131,7 +141,7 @@ def _settings(place: Where, probes: list[Probe], nbytes: int, seconds: float | N
     notes = [probe.name for probe in probes if probe.state == "note"]
     fields: dict[str, Any] = {"reuse": False} if "hard links" in notes else {}
     is_cluster = this_launch() is not None or not _SCHEDULERS.isdisjoint(os.environ)
-    preset: Any = "bucket" if isinstance(place, ObjectPath) else "cluster" if is_cluster else "local"
+    preset: Any = "bucket" if place_of(place) == "store" else "cluster" if is_cluster else "local"
     if preset == "bucket" and "shared memory" in notes:
         fields["keeper"] = None
     if "space" in by_name and (free := by_name["space"].value or 0) < 4 * nbytes:
@@ -173,34 +183,37 @@ def _in_process(request: str, timeout: float) -> Iterator[Probe]:
                 child.wait(_GRACE)
         answers.seek(0)
         lines = answers.read().decode(errors="replace").splitlines()
-    probes = [Probe(**json.loads(line)) for line in lines if line.startswith("{")]
+    probes = [Probe(**json_object(line.encode())) for line in lines if line.startswith("{")]
     yield from probes
     if child.returncode != 0:
+        errors = [line for line in lines if not line.startswith("{")] or [str(child.returncode)]
         after = f", after the probe of {probes[-1].name}" if probes else ""
-        yield Probe("save", "failed", reason.format(*lines[-1:] or [""]) + after)
+        yield Probe("save", "failed", reason.format(errors[-1]) + after)
 
 
 def serve() -> None:
     """Run the probes of the request on stdin in this process, and print a line of JSON for each result."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which sends SIGTERM
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    request = json.load(sys.stdin)
+    request = json_object(sys.stdin.buffer.read())
     place = as_path(request["path"], request["options"] or None)
     with closing(probe(place, request["nbytes"], request["write"])) as probes:
         for result in probes:
             print(json.dumps(vars(result)), flush=True)
 
 
-def probe(place: Where, nbytes: int, write: bool) -> Iterator[Probe]:
+def probe(place: Any, nbytes: int, write: bool) -> Generator[Probe, None, None]:
     """Yield the results of the probes of a place, up to an error, and delete the files that they have written."""
-    medium, prefix = medium_of(place), None
+    medium: Any = medium_of(place)
+    prefix: Any = None
     try:
-        if isinstance(place, Path) and (kind := medium.kind(place)) != "folder":
+        folder = on_file_system(place)
+        if folder is not None and (kind := medium.kind(folder)) != "folder":
             raise OSError(f"{place} is no folder" if kind else f"{place}: nothing is there. Make the folder first")
-        beside: list[Where] = []
+        beside: list[Any] = []
         with suppress(FileNotFoundError):  # a bucket without objects there
             beside = [entry.path for entry in medium.entries(place)]
-        if isinstance(place, ObjectPath) and not write:
+        if folder is None and not write:
             yield Probe("list", "note", "it can be listed; writes are not probed (write=True, --write)")
             now = client_of(place).time_of_answer(place.key)
             yield _clock(now) if now else Probe("clock", "note", "only a new object shows it (write=True, --write)")
@@ -209,10 +222,10 @@ def probe(place: Where, nbytes: int, write: bool) -> Iterator[Probe]:
         numbered = [path for path in beside if path.name.startswith("checkpoint_")]
         prefix = workspace_of([*numbered, place / "checkpoint"][0]) / f"doctor-{uuid.uuid4().hex[:16]}"
         most = min(_MOST, nbytes)
-        if isinstance(prefix, ObjectPath):
+        if folder is None:
             yield from _probe_bucket(prefix)
         else:
-            free = shutil.disk_usage(place).free
+            free = shutil.disk_usage(folder).free
             most = min(most, free // 8)
             yield from _probe_folder(prefix, free, nbytes)
         yield from _probe_speed(medium, prefix, most)
@@ -223,15 +236,15 @@ def probe(place: Where, nbytes: int, write: bool) -> Iterator[Probe]:
             _delete(prefix)
 
 
-def _delete(prefix: Where) -> None:
+def _delete(prefix: Any) -> None:
     """Delete everything below a prefix, and a workspace that is empty then. Never raises OSError."""
     with suppress(OSError):
-        if isinstance(prefix, ObjectPath):
+        if (folder := on_file_system(prefix)) is None:
             client = client_of(prefix)
             client.delete([item.key for item in client.below(prefix.key)])
         else:
-            with posix.OwnFolder(prefix.parent) as workspace:
-                workspace.delete(prefix.name)
+            with posix.OwnFolder(folder.parent) as workspace:
+                workspace.delete(folder.name)
                 workspace.remove()  # fails while saves are using it
 
 
@@ -303,7 +316,7 @@ def _probe_speed(medium: Medium, prefix: Where, most: int) -> Iterator[Probe]:
     Each round has twice as many files as the round before, so a slow place gets few, and a fast one enough.
     """
     files, length = medium.open(prefix), max(PAGE, min(_FILE, most // 4))
-    directory = prefix if isinstance(prefix, Path) else prefix / "save"  # whose objects are next to it
+    directory = on_file_system(prefix) or prefix / "save"  # whose objects are next to it
     data, names = os.urandom(length), [str(number) for number in range(max(1, most // length))]
 
     def write(name: str) -> None:
@@ -312,7 +325,7 @@ def _probe_speed(medium: Medium, prefix: Where, most: int) -> Iterator[Probe]:
 
     def read(name: str) -> None:
         with files.open(name) as file:
-            if isinstance(prefix, Path):  # read from the device, not from the page cache
+            if place_of(prefix) == "disk":  # read from the device, not from the page cache
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.fill([memoryview(bytearray(length))], 0)
 
