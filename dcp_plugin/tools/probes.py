@@ -27,7 +27,7 @@ from typing import Any, Literal
 from dcp_plugin.core.config import CheckpointConfig
 from dcp_plugin.core.errors import CheckpointError, size
 from dcp_plugin.core.format import json_object
-from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.media.disk import posix
 from dcp_plugin.core.media.medium import PAGE, CannotLink, DataFile, Medium
 from dcp_plugin.core.media.objects.client import client_of

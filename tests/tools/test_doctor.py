@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import dcp_plugin as dcp
-from dcp_plugin.core.media.disk import direct_io, local_files, posix
+from dcp_plugin.core.media.disk import local_disk, local_files, posix
 from dcp_plugin.core.media.objects.client import client_of
 from dcp_plugin.core.paths import ObjectPath, Where
 from dcp_plugin.tools import doctor, probes
@@ -97,7 +97,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "locks": (posix, "lock", _fail(errno.ENOLCK)),
     "exchange of names": (posix, "exchange", lambda *args: False),
     "hard links": (os, "link", _fail(errno.EPERM)),
-    "O_DIRECT": (direct_io.BlockFile, "_switch", _fail(errno.EINVAL)),
+    "O_DIRECT": (local_disk.BlockFile, "_switch", _fail(errno.EINVAL)),
 }
 
 
