@@ -299,6 +299,9 @@ class Match:
     problems: list[str] = field(default_factory=list)
     """Reasons why the load is impossible; empty if it is possible."""
     warnings: list[str] = field(default_factory=list)
+    scales: dict[str, bool] = field(default_factory=dict)
+    """Key in the checkpoint of a quantized tensor -> True if its scale is applied; False if it is loaded as it is
+    stored."""
 
 
 class BoxRead(NamedTuple):
@@ -315,6 +318,8 @@ class BoxRead(NamedTuple):
     sizes: tuple[int, ...]
     fills_tensor: bool = False
     """True if this rank wants the complete tensor, of which the box may be a part."""
+    is_scaled: bool = False
+    """True if the elements are multiplied with the scale of a quantized tensor."""
 
 
 LARGEST_CHUNK = 1 << 20

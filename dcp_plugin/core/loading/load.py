@@ -337,12 +337,17 @@ class Loading:
         if match.problems:
             raise CheckpointMismatch(misfit(self._path, match.problems))
         plan = planner.plan()
-        self._reader.pin_files(plan, [match.stored[key] for key in match.deferred])
+        scaled = (self._reader.index.scaled[key].scale for key, is_applied in match.scales.items() if is_applied)
+        self._reader.pin_files(plan, [*(match.stored[key] for key in match.deferred), *scaled])
         return _Fitted(match, plan, dict(match.targets))
 
     def _planner(self, match: Match) -> ReadPlanner:
         """Return the planner of the reads. Misfits that it finds are inserted before the other problems."""
-        planner = ReadPlanner(match.targets, self._reader.index, match.stored)
+        if self._reader.index.scaled:
+            from dcp_plugin.core.loading.quantized import judge  # only for folders of other tools
+
+            judge(match, self._reader.index)
+        planner = ReadPlanner(match.targets, self._reader.index, match.stored, match.scales)
         match.problems[:0] = first(planner.misfits)
         return planner
 
@@ -445,16 +450,18 @@ class Loading:
                     filled |= want.lacking
                 # The adapter keeps this function. A reference to the adapter in it would be a cycle that keeps the
                 # objects alive.
-                read = functools.partial(self._read_deferred, adapter.name, fitted.match.stored)
+                read = functools.partial(self._read_deferred, adapter.name, fitted.match.stored, fitted.match.scales)
                 result = adapter.take(filled, read, strict)
                 if result is not None and result != Incompatible():
                     incompatible[adapter.name] = result
         return incompatible
 
-    def _read_deferred(self, name: str, stored: Mapping[str, str], tensors: dict[str, Any]) -> None:
+    def _read_deferred(
+        self, name: str, stored: Mapping[str, str], scales: Mapping[str, bool], tensors: dict[str, Any]
+    ) -> None:
         """Read tensors whose memory was allocated just now, on this rank alone."""
         targets = {join(name, key): sharded_value(tensor) for key, tensor in tensors.items()}
-        self._reader.read(ReadPlanner(targets, self._reader.index, stored).plan())
+        self._reader.read(ReadPlanner(targets, self._reader.index, stored, scales).plan())
 
     def _judge(self, context: _Begun, match: Match, incompatible: Mapping[str, Incompatible], union: Union) -> None:
         """Judge the keys that load hooks report as missing or unexpected.
