@@ -44,7 +44,7 @@ from dcp_plugin.core.format.summary import Summary
 from dcp_plugin.core.media.medium import Readable
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.ranks.calls import Call
-from dcp_plugin.core.types import Flat, KeyPath, Shape, ShardedValue, Wanted, public_class
+from dcp_plugin.core.types import Box, Flat, KeyPath, Shape, ShardedValue, Wanted, public_class
 
 if TYPE_CHECKING:
     import torch
@@ -54,9 +54,6 @@ if TYPE_CHECKING:
     from dcp_plugin.core.planning.global_plan import GlobalPlan, Share
     from dcp_plugin.core.planning.local_inventory import LocalInventory
     from dcp_plugin.core.planning.replicas import LocalReplicas
-
-Box = tuple[Shape, Shape]
-"""Begin and end of a part of a tensor, in each dimension; ``((), ())`` for no part at all."""
 
 Shards = Mapping[str, Mapping[str, Box]]
 """Parts of sharded parameters on this rank: by the name of their optimizer, then by the name of the parameter."""

@@ -41,6 +41,13 @@ def public_class(package: str = "dcp_plugin") -> Callable[[C], C]:
     return named
 
 
+class Box(NamedTuple):
+    """A rectangular part of a tensor; ``Box((), ())`` for no part at all."""
+
+    offsets: Shape
+    sizes: Shape
+
+
 class LocalChunk(NamedTuple):
     """A box of a global tensor on this rank: ``tensor`` has shape ``sizes`` and starts at ``offsets``."""
 

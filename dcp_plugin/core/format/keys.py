@@ -21,6 +21,8 @@ import copy
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -31,7 +33,7 @@ from dcp_plugin.core.format.columns import MAPPING_CLASSES, default_path
 from dcp_plugin.core.format.pickles.walk import FEW
 from dcp_plugin.core.format.values import PLAIN, mapping_class
 from dcp_plugin.core.tensors._torch import DTensor, ShardedTensor, is_tensor
-from dcp_plugin.core.types import KeyPath, Shape
+from dcp_plugin.core.types import Box, KeyPath
 
 Walks = Callable[[str, Any], bool]
 """Rule that returns whether the container of a key is walked (True) or is one value (False)."""
@@ -385,11 +387,11 @@ class LocalSlot:
 
     slot: str
     rank: int
-    box: tuple[Shape, Shape]
-    """Begin and end of the part of the parameter, in each dimension."""
+    box: Box
+    """The part of the parameter. The name has its begin and its end."""
 
     def __str__(self) -> str:
-        begin, end = (",".join(map(str, edge)) for edge in self.box)
+        begin, end = (",".join(map(str, edge)) for edge in (self.box[0], map(add, *self.box)))
         return f"{self.slot}.rank{self.rank}({begin}:{end})"
 
     @classmethod
@@ -399,7 +401,9 @@ class LocalSlot:
         if match is None:
             return None
         begin, end = (tuple(int(number) for number in match[edge].split(",") if number) for edge in ("begin", "end"))
-        return cls(match["slot"], int(match["rank"]), (begin, end))
+        # A damaged name may have more numbers on one side. Its box then fits no parameter.
+        sizes = tuple(last - first for first, last in zip_longest(begin, end, fillvalue=0))
+        return cls(match["slot"], int(match["rank"]), Box(begin, sizes))
 
 
 def without_rank(key: str) -> str:

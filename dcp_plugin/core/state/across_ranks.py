@@ -41,9 +41,9 @@ from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.keys import LocalSlot
 from dcp_plugin.core.format.payload import hashes_of, sample_of
 from dcp_plugin.core.ranks.collectives import Ranks, pack, unpack
-from dcp_plugin.core.records import Box, Shards, StateDetails
+from dcp_plugin.core.records import Shards, StateDetails
 from dcp_plugin.core.state.per_rank import RankEntry
-from dcp_plugin.core.types import EncodedValue, Flat, KeyPath, ShardedValue, Standing
+from dcp_plugin.core.types import Box, EncodedValue, Flat, KeyPath, ShardedValue, Standing
 
 _SAMPLED = 4 << 20
 """Size of a tensor in bytes above which only a few places of it are compared between ranks. That is enough to notice a
@@ -163,8 +163,7 @@ def _known_first(text: str, names: Mapping[str, Box]) -> tuple[str | None, str]:
 
 def _has_shape_of(value: ShardedValue | EncodedValue, box: Box) -> bool:
     """Return whether a value is a tensor with the shape of the box. A box of one element never counts."""
-    shape = tuple(end - begin for begin, end in zip(*box, strict=True))
-    return isinstance(value, ShardedValue) and value.shape == shape and prod(shape) > 1
+    return isinstance(value, ShardedValue) and value.shape == box.sizes and prod(box.sizes) > 1
 
 
 def _hashes(state: Flat, most: float = float("inf")) -> dict[str, bytes]:
