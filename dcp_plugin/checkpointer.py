@@ -162,7 +162,7 @@ class Checkpointer:
     def load(
         self, state: Mapping[str, Any], path: PathLike, partial: PartialLoad | None = None, strict: bool = True
     ) -> LoadReport:
-        """Fill ``state`` from a checkpoint, in place. Collective.
+        """Fill ``state`` from a checkpoint, in place. Collective. A save in the background is waited for first.
 
         Modules and optimizers may be wrapped and distributed differently than at the save.
 
@@ -196,6 +196,8 @@ class Checkpointer:
                 ``False`` takes precedence over the policy ``"error"`` of ``partial``, but not over ``"warn"``.
 
         Raises:
+            SaveFailed: An earlier background save failed, and no caller has got its error; raised on every rank.
+                Nothing is loaded.
             CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: The checkpoint cannot be
                 loaded; raised on every rank. A damaged checkpoint that an automatic resume has chosen is quarantined:
                 the next resume ignores it.
@@ -216,7 +218,7 @@ class Checkpointer:
         shown: SourceFiles | None = None,
     ) -> LoadReport:
         with self._queue.call(f"load {path}"), together(Call.load(path)):
-            ranks = self._writer.idle_ranks()
+            ranks = self._writer.wait_for_ranks()
             wait_until_staged()  # another checkpointer may be copying memory that this load overwrites
             location = as_path(path, self.config.storage_options)
             if ranks.launch is not None:
@@ -371,7 +373,7 @@ class Internals:
             if may_skip and is_rank_zero_busy(self.of._queue, self.of._groups, handle.path):
                 handle.set_skipped()
                 return handle
-            ranks = self.of._writer.idle_ranks()
+            ranks = self.of._writer.wait_for_ranks()
             request = SaveRequest(handle.path, call, step, began, None, views or {}, aliases or {}, files, durable)
             is_data = kinds is not None
             live = LiveState(state, kinds or {}, list(owners), metrics or {}, self.of._compared, is_data)
@@ -408,13 +410,13 @@ class Internals:
             The files, valid during the block; None if the checkpoint can be read at its path.
 
         Raises:
-            RankFailure: See :meth:`Checkpointer.load`.
+            SaveFailed, RankFailure: See :meth:`Checkpointer.load`.
         """
         if not has_local_tier(self.of.config):
             yield None
             return
         with self.of._queue.call(f"look at {path}"):
-            ranks = self.of._writer.idle_ranks()
+            ranks = self.of._writer.wait_for_ranks()
             location = as_path(path, self.of.config.storage_options)
             if self.of._writer.saves is None:
                 self.of._source.settle(location.parent, ranks)
@@ -430,11 +432,12 @@ class Internals:
         Before the search, keepers of an earlier training finish the saves that they have received.
 
         Raises:
+            SaveFailed: See :meth:`Checkpointer.load`.
             RankFailure: A rank died, or did not answer within the timeout.
         """
         if self.of.config.keeper is None:
             return ()
-        ranks, location = self.of._writer.idle_ranks(), as_path(root, self.of.config.storage_options)
+        ranks, location = self.of._writer.wait_for_ranks(), as_path(root, self.of.config.storage_options)
         self.of._source.settle(location, ranks)
         return tuple(self.of._source.states(location, ranks))
 

@@ -113,7 +113,7 @@ class KeeperWriter:
             logger.warning("%s is saved without a keeper: %s", handle.path, error)
         self._fallback.submit(handle, request, live, ranks)
 
-    def idle_ranks(self) -> Ranks:
+    def wait_for_ranks(self) -> Ranks:
         """Wait until no save in flight talks to other ranks. Each rank learns at another time how a save ends, so the
         error of a failed save is raised by the caller that waits for it."""
         for handle in self._queue.handles:

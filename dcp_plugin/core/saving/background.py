@@ -102,7 +102,7 @@ class BackgroundThread:
 
             queue.start(handle, request.call, in_thread)
 
-    def idle_ranks(self) -> Ranks:
+    def wait_for_ranks(self) -> Ranks:
         """Wait for the saves in flight, and return the group of ranks.
 
         All ranks know the failures of these saves. On some ranks a handle may have raised its failure already. So all

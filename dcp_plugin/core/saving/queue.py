@@ -1,8 +1,9 @@
 """Asynchronous saves: their handles, their threads, and the order in which they run.
 
 Each asynchronous save has one thread. The writer gives the thread a function with the stages of the save. The next save
-begins when that thread runs no more collectives. So the saves of a checkpointer run their collectives one after
-another, in the same order on all ranks.
+or load waits for that thread (:meth:`~dcp_plugin.core.saving.writers.Writer.wait_for_ranks`). It waits until the save
+has ended or a keeper has taken it over. So the saves of a checkpointer run their collectives one after another, in the
+same order on all ranks.
 
 The speed of a rank's thread must not decide whether the rank raises: the other ranks would continue into collectives
 that the rank never joins. So errors of earlier saves are raised only after every rank has waited for the same saves.
@@ -39,8 +40,9 @@ THREAD = "dcp-save"
 class SaveHandle:
     """Save in flight.
 
-    :meth:`wait` raises the error of the save. If no caller waits, the checkpointer raises the error at the next save,
-    at ``wait`` or at ``close``. Each error is raised once.
+    :meth:`wait` raises the error of the save. If no caller waits, the checkpointer raises the error in its next
+    ``save``, ``load``, ``wait`` or ``close``. The error of a save that a keeper writes is not raised by ``save`` and
+    ``load``. Each error is raised once.
 
     Example:
         >>> import dcp_plugin, torch

@@ -57,11 +57,14 @@ class Writer(Protocol):
             CheckpointError: On every rank: the save has failed.
         """
 
-    def idle_ranks(self) -> Ranks:
-        """Return the group of ranks after all saves in flight have finished with it. Collective.
+    def wait_for_ranks(self) -> Ranks:
+        """Wait until no save in flight needs the group of ranks, and return the group. Collective.
+
+        A background thread needs it until its save has ended. A save that a keeper has taken over needs it no more.
 
         Raises:
-            CheckpointError: On every rank: a save in flight failed.
+            CheckpointError: On every rank: a save that this call waited for failed. The failure of a save that a keeper
+                writes is raised by its handle instead.
         """
 
     def free_modules(self) -> None:
@@ -106,7 +109,7 @@ class CallingThread:
             event = self._pipeline.plan_write_publish(publication, request, staged, ranks)
         handle.set_published(event)
 
-    def idle_ranks(self) -> Ranks:
+    def wait_for_ranks(self) -> Ranks:
         return self._groups.main()
 
     def free_modules(self) -> None:
