@@ -8,15 +8,22 @@ A writer (:mod:`dcp_plugin.core.saving.writers`) makes the process group, and th
 3. :meth:`SavePipeline.plan_write_publish`. The keeper's writer calls :meth:`SavePipeline.leave_out` and
    :meth:`SavePipeline.plan` instead, and hands the plan over.
 
-No collective runs before the plan, except in FSDP1's own code. A failure of one rank before the plan continues as an
-:class:`~dcp_plugin.core.ranks.collectives.Attempt` until all ranks meet.
+These are the meetings of the ranks, in this order. Every save has the two that begin with *always*:
 
-The ranks of a save meet twice: to plan, and after all have written, to learn that the checkpoint is published. These
-cases need more meetings:
+- With ``files=``, two before the first stage: to reserve the directory, and to add the files.
+- With ``exclude``, one at the first save: to find globs that match no key.
+- With ``trainable_only``, one: to agree on the keys to leave out.
+- Always, one to plan. Every rank sends its claim. Rank 0 reserves the directory and answers.
+- If state that should be equal on all ranks differs, one to compare it. If optimizer state then needs keys of its own,
+  another to plan.
+- If the plan is not the last one, two: to make it, and to compare the replicas in it.
+- If replicas differ, three: to name them, to send new claims, and to make the plan again.
+- Always, one to publish, after all ranks have written.
 
-- Keys may be left out: one, to agree on them.
-- The plan differs from the last one, as the first plan of a ``Checkpointer`` does: one.
-- State that should be equal on all ranks differs: one or two.
+The stages before these have no collectives, except those of FSDP1 and of a user's ``state_dict`` in :meth:`gather
+<SavePipeline.gather>`. A failure of one rank between two meetings is kept as an
+:class:`~dcp_plugin.core.ranks.collectives.Attempt`. The next meeting raises it on all ranks. A save of a keeper has
+other meetings after its plan (:mod:`dcp_plugin.tiers.keeper_writer`).
 """
 
 from __future__ import annotations
