@@ -198,10 +198,9 @@ def _inventory(state: Flat) -> LocalInventory:
 
 
 def _planned(exchange: PlanExchange, ranks: Ranks, inventory: LocalInventory, state: Flat) -> RankPlan:
-    def claim() -> bytes:
-        return exchange.claim(inventory, replicas=lambda replicas: replicas.sum(state, "run/step-1"))
-
-    return exchange.plan("plan", ranks, inventory, ranks.combine("plan", claim, exchange.answer))
+    path = Path("run/step-1")
+    *_, answer = exchange.ask("plan", path, ranks, lambda: (state, inventory, b""), lambda: path)
+    return exchange.remembered_or_new("plan", ranks, inventory, answer)
 
 
 def _plan_of_first(mesh: str, ranks: int, tensors: int, figures: Figures) -> tuple[RankPlan, list[bytes]]:

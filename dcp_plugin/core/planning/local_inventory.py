@@ -43,7 +43,7 @@ class Holdings:
     """Standing of the keys that this rank does not hold itself."""
     replicas: Collection[str] = ()
     """Keys whose bytes should be equal on all ranks that hold them: parameters, and the state of optimizers."""
-    drifted: bool = False
+    have_drifted: bool = False
     """True if replicas have differed. The lowest rank that holds a box then writes it.
 
     The weights and the moments in the checkpoint are then of one rank.
@@ -154,7 +154,7 @@ class LocalInventory:
             if key in numbers:
                 tie[numbers[key]] = numbers.get(first, -1)
         dtype = np.array([number_of[dtype] for dtype in item_dtypes], np.uint8)
-        replicas = () if holds.drifted else holds.replicas
+        replicas = () if holds.have_drifted else holds.replicas
         description = Description(
             keys,
             unusual_paths({key: as_stored(key, path) for key, path in paths.items() if key in numbers}),
@@ -164,7 +164,7 @@ class LocalInventory:
             dtype,
             np.array(list(map(len, shapes)), np.uint8),
             filled_rows(shapes, width, 1),
-            np.array(any_rank, bool) & (not holds.drifted),
+            np.array(any_rank, bool) & (not holds.have_drifted),
             np.array(stored_whole, bool),
             tie,
             np.array([holds.standing.get(key, Standing.HOLDS) for key in keys], np.uint8),

@@ -2,16 +2,17 @@
 
 The rule: a save whose plan has not changed exchanges only digests. :class:`PlanExchange` has two steps:
 
-1. Each rank sends its *claim*: four digests, and a number. The digests are those of the plan that it remembers, its
-   description, its inventory, and the values that should be equal on all ranks
-   (:class:`~dcp_plugin.core.state.across_ranks.RankLocal`). Rank 0 computes the digest of the new plan from the digests
-   of all inventories. If every rank remembers that plan, the exchange ends here.
+1. Each rank sends its *claim*: four digests, and a number. The first digest is that of the plan that the rank
+   remembers. The others are those of its description, of its inventory, and of the values that should be equal on all
+   ranks (:class:`~dcp_plugin.core.state.across_ranks.RankLocal`). Rank 0 computes the digest of the new plan from the
+   digests of all inventories. If every rank remembers that plan, the exchange ends here.
 2. Otherwise rank 0 chooses one rank for each description. The chosen ranks send their description, and all ranks send
    their offsets. Rank 0 makes the plan and sends each rank its share of the writing.
 
 Two comparisons use the claims. If the digests of values differ, the ranks compare the values key by key, and start
-again. If the numbers do not add up to 0, replicas of the remembered plan differ
-(:mod:`~dcp_plugin.core.planning.replicas`). For a new plan, the ranks send such numbers once it is made.
+again. The number is a checksum of this rank's replicas under the remembered plan
+(:mod:`~dcp_plugin.core.planning.replicas`). The numbers of all ranks add up to 0 if all replicas are equal. A claim
+cannot have the number for a new plan, so the ranks send it once that plan is made.
 
 The digests cover all inputs of the metadata: keys and their paths, dtypes, shapes, boxes, kinds, ties. The bytes of
 values are not covered: their lengths may change from save to save.
@@ -23,6 +24,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -32,16 +34,17 @@ from dcp_plugin.core.errors import CheckpointMismatch, UnsafeCheckpoint, some, w
 from dcp_plugin.core.format import values
 from dcp_plugin.core.format.keys import holds_sharded, is_empty_mapping
 from dcp_plugin.core.format.values import WholeItem
+from dcp_plugin.core.paths import Where
 from dcp_plugin.core.planning.global_plan import GlobalPlan, Share, make_global_plan
 from dcp_plugin.core.planning.local_inventory import LocalInventory
-from dcp_plugin.core.ranks.collectives import Ranks, pack, unpack
-from dcp_plugin.core.records import NewItem, RankPlan
+from dcp_plugin.core.ranks.collectives import Attempt, Ranks, pack, unpack
+from dcp_plugin.core.records import NewItem, RankPlan, SavePlan
 from dcp_plugin.core.tensors._torch import is_tensor, sharded_value
 from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS, is_stored_whole, narrowed
 from dcp_plugin.core.types import EncodedValue, Flat, LocalChunk, Shape, ShardedValue, Standing
 
 if TYPE_CHECKING:
-    from dcp_plugin.core.planning.replicas import LocalReplicas
+    from dcp_plugin.core.planning.replicas import Drift, Samples
 
 
 def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) -> Flat:
@@ -140,8 +143,8 @@ DIGEST = 12  # bytes of a digest; a claim, pickled, stays below 96 bytes
 _SUM = 8
 
 
-class _Digests(NamedTuple):
-    """The digests that a rank sends first."""
+class _Claim(NamedTuple):
+    """The digests and the number that a rank sends first."""
 
     plan: bytes
     description: bytes
@@ -155,7 +158,7 @@ class _Digests(NamedTuple):
         return self.replicas.to_bytes(_SUM, "big") + b"".join(digest[:DIGEST] for digest in self[:4])
 
     @classmethod
-    def decode(cls, data: bytes) -> _Digests:
+    def decode(cls, data: bytes) -> _Claim:
         plan, description, inventory, doubtful = (
             data[at : at + DIGEST] for at in range(_SUM, _SUM + 4 * DIGEST, DIGEST)
         )
@@ -197,18 +200,22 @@ def items_to_write(plan: RankPlan, state: Flat) -> list[NewItem]:
 
 @dataclass(frozen=True)
 class PlanAnswer:
-    """The answer of rank 0 to the claims of all ranks. ``digest`` is that of the plan for these claims."""
+    """The answer of rank 0 to the claims of all ranks.
+
+    ``digest`` is that of the plan for these claims, and ``directory`` the reserved directory of the save.
+    """
 
     digest: bytes
     describers: list[int] | None
     """Ranks that have to send their description; None if every rank remembers the plan."""
-    differ: bool
+    state_differs: bool
     """True if state that should be equal on all ranks differs."""
-    drifted: bool
+    have_drifted: bool
     """True if replicas of the remembered plan differ."""
+    directory: Where
 
 
-def differ(sums: Sequence[int]) -> bool:
+def replicas_differ(sums: Sequence[int]) -> bool:
     """Return whether any replicas differ.
 
     Args:
@@ -220,52 +227,105 @@ def differ(sums: Sequence[int]) -> bool:
 class PlanExchange:
     """Planner for the saves of a group of ranks. It remembers the last plan.
 
-    A save combines the claims of all ranks into the answer of rank 0. Then every rank calls :meth:`plan`.
-
     Example:
         >>> import torch
+        >>> from pathlib import Path
         >>> from dcp_plugin.core.ranks.collectives import Ranks
         >>> state = encode_state({"w": torch.ones(2)})
-        >>> exchange, ranks, inventory = PlanExchange(), Ranks(), LocalInventory.of_state(state, {})
-        >>> answer = ranks.combine("plan", lambda: exchange.claim(inventory), exchange.answer)
-        >>> [item.key for item in items_to_write(exchange.plan("plan", ranks, inventory, answer), state)]
+        >>> described = state, LocalInventory.of_state(state, {}), b""
+        >>> plan = PlanExchange().plan(Path("step-1"), Ranks(), lambda: described, lambda: Path("reserved"))
+        >>> [item.key for item in items_to_write(plan.rank_plan, plan.state)]
         ['w']
     """
 
     def __init__(self) -> None:
         self._last: RankPlan | None = None
+        # On rank 0, from the answer until the plan is made: for each rank, the first rank with the same description.
+        self._described_by: list[int] = []
         self.repeated = False
         """True if the last call reused the remembered plan."""
+        self.has_compared = False
+        """True after a save has compared the state that should be equal on all ranks."""
+        self.drift: Drift | None = None
+        """Replicas that have differed at an earlier save; None if none have."""
 
-    def claim(
-        self, inventory: LocalInventory, doubtful: bytes = b"", replicas: Callable[[LocalReplicas], int] | None = None
-    ) -> bytes:
-        """Return the digests that this rank sends to rank 0.
+    def forget(self) -> None:
+        """Forget the last plan, because the group of ranks that remembered it no longer exists."""
+        self._last = None
+
+    def plan(
+        self,
+        path: Where,
+        ranks: Ranks,
+        describe: Callable[[], tuple[Flat, LocalInventory, bytes]],
+        reserve: Callable[[], Where],
+        compare: Callable[[str, Ranks], bool] | None = None,
+        report: Callable[[Drift], None] = lambda drift: None,
+    ) -> SavePlan:
+        """Plan a save: the dialogue of all ranks, from their claims to the items that each writes. Collective.
 
         Args:
-            doubtful: Digest of the state that should be equal on all ranks that have it.
-            replicas: Returns the sum of the replicas of the remembered plan.
+            describe: Returns this rank's state, its inventory, and the digest of the values that should be equal on all
+                ranks that have them (empty if there are none). It is called again after a comparison that changes the
+                keys, or the ranks that write. An exception is raised on all ranks.
+            reserve: Reserves the directory of the save. It is called on rank 0, once for each answer.
+            compare: Compares these values key by key if the digests differ. Returns true if some values need keys of
+                their own from now on. Collective. None for a process alone.
+            report: Called with replicas that differ and have not differed before.
         """
-        # The remembered plan knows the chunks that other ranks hold as well, provided that this inventory is its own.
-        last, total = self._last, 0
-        if replicas is not None and last is not None and last.inventory.digest == inventory.digest:
-            total = replicas(last.replicas)
-        digest = last.digest if last else bytes(DIGEST)
-        return _Digests(digest, inventory.description.digest, inventory.digest, doubtful, total).encode()
+        step = f"plan the save of {path}"
+        ask = partial(self.ask, step, path, ranks, describe, reserve)
+        state, inventory, answer = ask()
+        # If optimizer state differs that did not differ before, its keys now become separate for each rank.
+        if answer.state_differs and compare is not None and compare(step, ranks):
+            state, inventory, answer = ask()
+        self.has_compared = True
+        plan = self.remembered_or_new(step, ranks, inventory, answer)
+        if ranks.size > 1 and (drift := self._drift_in(plan, step, path, ranks, state, answer)) is not None:
+            self.drift = drift
+            if drift.ranks:
+                report(drift)
+            state, inventory, answer = ask()  # in whose inventory the lowest holder of a box writes it
+            plan = self.remembered_or_new(step, ranks, inventory, answer)
+        return SavePlan(ranks.rank, answer.directory, state, plan)
 
-    def answer(self, claims: list[bytes]) -> PlanAnswer:
+    def ask(
+        self,
+        step: str,
+        path: Where,
+        ranks: Ranks,
+        describe: Callable[[], tuple[Flat, LocalInventory, bytes]],
+        reserve: Callable[[], Where],
+    ) -> tuple[Flat, LocalInventory, PlanAnswer]:
+        """Describe the state, send the claim, and return the answer of rank 0 with the description. Collective."""
+        described = Attempt.of(describe)
+
+        def claim() -> bytes:
+            state, inventory, doubtful = described.get()
+            last, total = self._last, 0
+            # The remembered plan knows the chunks that other ranks hold as well, provided that this inventory is its
+            # own.
+            if ranks.size > 1 and last is not None and last.inventory.digest == inventory.digest:
+                total = last.replicas.sum(state, path)
+            digests = last.digest if last else bytes(DIGEST), inventory.description.digest, inventory.digest
+            return _Claim(*digests, doubtful, total).encode()
+
+        answer = ranks.combine(step, claim, lambda claims: self._answer(claims, reserve))
+        return *described.get()[:2], answer
+
+    def _answer(self, encoded: list[bytes], reserve: Callable[[], Where]) -> PlanAnswer:
         """Return the answer to the claims of all ranks. Called on rank 0."""
-        decoded = list(map(_Digests.decode, claims))
-        have_doubts = len({claim.doubtful for claim in decoded if claim.doubtful}) > 1
-        digest = hashlib.blake2b(b"".join(claim.inventory for claim in decoded), digest_size=DIGEST).digest()
+        claims = list(map(_Claim.decode, encoded))
+        state_differs = len({claim.doubtful for claim in claims if claim.doubtful}) > 1
+        digest = hashlib.blake2b(b"".join(claim.inventory for claim in claims), digest_size=DIGEST).digest()
         first: dict[bytes, int] = {}
-        # For each rank, the first rank with the same description, which sends it.
-        self._described_by = [first.setdefault(claim.description, rank) for rank, claim in enumerate(decoded)]
-        is_remembered = self._last is not None and all(claim.plan == digest for claim in decoded)
-        drifted = is_remembered and differ([claim.replicas for claim in decoded])
-        return PlanAnswer(digest, None if is_remembered else list(first.values()), have_doubts, drifted)
+        self._described_by = [first.setdefault(claim.description, rank) for rank, claim in enumerate(claims)]
+        is_remembered = self._last is not None and all(claim.plan == digest for claim in claims)
+        have_drifted = is_remembered and replicas_differ([claim.replicas for claim in claims])
+        describers = None if is_remembered else list(first.values())
+        return PlanAnswer(digest, describers, state_differs, have_drifted, reserve())
 
-    def plan(self, step: str, ranks: Ranks, inventory: LocalInventory, answer: PlanAnswer) -> RankPlan:
+    def remembered_or_new(self, step: str, ranks: Ranks, inventory: LocalInventory, answer: PlanAnswer) -> RankPlan:
         """Return the plan that all ranks remember, or make a new plan. Collective if it makes one."""
         self.repeated = answer.describers is None
         if answer.describers is not None:
@@ -292,6 +352,24 @@ class PlanExchange:
 
         share = Share.decode(ranks.scatter(step, send, deal))
         return RankPlan(digest, inventory, share, global_plan)
+
+    def _drift_in(
+        self, plan: RankPlan, step: str, path: Where, ranks: Ranks, state: Flat, answer: PlanAnswer
+    ) -> Drift | None:
+        """Return the replicas that differ; None if all are equal. Rank 0 warns of them.
+
+        Collective, unless the ranks have remembered the plan and their replicas are equal.
+        """
+        from dcp_plugin.core.planning import replicas  # a process alone has nothing to compare
+
+        def drift_of(of_ranks: list[Samples]) -> Drift:
+            assert plan.global_plan is not None, "rank 0 has made it"
+            return replicas.report(of_ranks, plan.global_plan.table.keys, plan.global_plan.objects)
+
+        have_drifted = answer.have_drifted
+        if answer.describers is not None:  # the ranks have made this plan just now
+            have_drifted = ranks.combine(step, lambda: plan.replicas.sum(state, path), replicas_differ)
+        return ranks.combine(step, lambda: plan.replicas.samples(state, path), drift_of) if have_drifted else None
 
 
 def in_table_order(global_plan: GlobalPlan) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -20,10 +20,9 @@ These are the meetings of the ranks, in this order. Every save has the two that 
 - If replicas differ, three: to name them, to send new claims, and to make the plan again.
 - Always, one to publish, after all ranks have written.
 
-The stages before these have no collectives, except those of FSDP1 and of a user's ``state_dict`` in :meth:`gather
-<SavePipeline.gather>`. A failure of one rank between two meetings is kept as an
-:class:`~dcp_plugin.core.ranks.collectives.Attempt`. The next meeting raises it on all ranks. A save of a keeper has
-other meetings after its plan (:mod:`dcp_plugin.tiers.keeper_writer`).
+Gathering and staging have no collectives, except those of FSDP1 and of a user's ``state_dict``. A failure of one rank
+between two meetings is kept as an :class:`~dcp_plugin.core.ranks.collectives.Attempt`. The next meeting raises it on
+all ranks. A save of a keeper has other meetings after its plan (:mod:`dcp_plugin.tiers.keeper_writer`).
 """
 
 from __future__ import annotations
@@ -43,14 +42,13 @@ from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.summary import plain_metrics
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.planning.local_inventory import Holdings, LocalInventory
-from dcp_plugin.core.planning.save import PlanAnswer, PlanExchange, differ, encode_state, in_table_order, items_to_write
+from dcp_plugin.core.planning.save import PlanExchange, encode_state, in_table_order, items_to_write
 from dcp_plugin.core.ranks.collectives import Attempt, Ranks
 from dcp_plugin.core.records import (
     GatheredState,
     LiveState,
     LoadReport,
     OpenCheckpoint,
-    RankPlan,
     SavePlan,
     SaveRequest,
     Spent,
@@ -75,7 +73,7 @@ from dcp_plugin.core.tensors._torch import is_tensor
 from dcp_plugin.core.types import Flat, ShardedValue, Standing
 
 if TYPE_CHECKING:
-    from dcp_plugin.core.planning.replicas import Drift, Samples
+    from dcp_plugin.core.planning.replicas import Drift
     from dcp_plugin.core.saving.selection import KeySelection
     from dcp_plugin.core.state.across_ranks import RankLocal
 
@@ -101,11 +99,8 @@ class SavePipeline:
         self._local: RankLocal | None = None
         """Detector of state that differs between ranks; None for a process alone."""
         self.is_lazy = config.staging == "lazy"
-        self._has_compared = False  # whether the first save has compared data between ranks
         self._module_keys: tuple[Collection[str], frozenset[str]] = (), frozenset()
         """The keys of the last state, and those of parameters and optimizer state among them."""
-        self._drift: Drift | None = None
-        """Replicas that have differed at an earlier save; None if none have."""
         self.newest_time = 0.0
         """The greatest recorded time of the saves that rank 0 knows, in seconds since the epoch."""
         self.reuse = Reuse() if config.reuse else None
@@ -119,7 +114,7 @@ class SavePipeline:
 
     def forget_plan(self) -> None:
         """Forget the plan, because the group of ranks that remembered it no longer exists."""
-        self.exchange = PlanExchange()
+        self.exchange.forget()
         self._local = None
 
     def loaded(self, state: Mapping[str, Any], report: LoadReport, opened: OpenCheckpoint, ranks: Ranks) -> None:
@@ -154,7 +149,7 @@ class SavePipeline:
         optimizers = optimizers_in(parts, live.kinds, live.owners)
         shards = {name: optimizer.shards() for name, optimizer in optimizers.items()}
         classes = {name: adapter.classes() for name, adapter in optimizers.items()}
-        compares = ranks.size > 1 and not self._has_compared
+        compares = ranks.size > 1 and not self.exchange.has_compared
         shared = shared_keys(live, parts, kept) if compares else frozenset()
         details = StateDetails(
             paths,
@@ -269,67 +264,22 @@ class SavePipeline:
                 calls it again.
         """
 
-        def describe() -> tuple[Flat, LocalInventory]:
+        def report(drift: Drift) -> None:
+            self.emit(events.ReplicasDiffer(request.path, request.step, drift.ranks, drift.difference, ranks.rank))
+
+        def describe() -> tuple[Flat, LocalInventory, bytes]:
             state, details = staged.get().state, staged.get().details
-            paths, standing = dict(details.paths), dict[str, Standing]()
+            paths, standing, doubtful = dict(details.paths), dict[str, Standing](), b""
             if self._local is not None:
                 state, standing = self._local.with_rank_keys(state, paths, details, ranks.rank)
+                doubtful = self._local.digest(ranks.rank)
             objects = {name: (kind, details.optimizers.get(name, "")) for name, kind in details.kinds.items()}
-            holds = Holdings(objects, details.per_rank, standing, details.replicas, self._drift is not None)
-            return state, LocalInventory.of_state(state, paths, holds)
+            drift = self.exchange.drift
+            holds = Holdings(objects, details.per_rank, standing, details.replicas, drift is not None)
+            return state, LocalInventory.of_state(state, paths, holds), doubtful
 
-        def claim() -> bytes:
-            state, inventory = described.get()
-            if self._local is None:
-                return self.exchange.claim(inventory)
-            doubtful = self._local.digest(ranks.rank)
-            return self.exchange.claim(inventory, doubtful, lambda replicas: replicas.sum(state, request.path))
-
-        def answer(claims: list[bytes]) -> tuple[PlanAnswer, Where]:
-            return self.exchange.answer(claims), reserve()
-
-        step = f"plan the save of {request.path}"
-        described = Attempt.of(describe)
-        answered, directory = ranks.combine(step, claim, answer)
-        # If optimizer state differs that did not differ before, its keys now become separate for each rank.
-        if answered.differ and self._local is not None and self._local.compare(step, ranks):
-            described = Attempt.of(describe)
-            answered, directory = ranks.combine(step, claim, answer)
-        self._has_compared = True
-        state, inventory = described.get()
-        plan = self.exchange.plan(step, ranks, inventory, answered)
-        if ranks.size > 1 and self._has_drifted(step, request, plan, state, answered, ranks):
-            described = Attempt.of(describe)  # in which the lowest holder of a box writes it
-            answered, directory = ranks.combine(step, claim, answer)
-            state, inventory = described.get()
-            plan = self.exchange.plan(step, ranks, inventory, answered)
-        return SavePlan(ranks.rank, directory, state, plan)
-
-    def _has_drifted(
-        self, step: str, request: SaveRequest, plan: RankPlan, state: Flat, answered: PlanAnswer, ranks: Ranks
-    ) -> bool:
-        """Return whether replicas differ. Collective, unless the ranks have remembered the plan and their replicas are
-        equal.
-
-        Rank 0 warns of replicas that differ. The pipeline remembers them, and does not compare them again.
-        """
-        from dcp_plugin.core.planning import replicas  # a process alone has nothing to compare
-
-        def report(of_ranks: list[Samples]) -> Drift:
-            assert plan.global_plan is not None, "rank 0 has made it"
-            return replicas.report(of_ranks, plan.global_plan.table.keys, plan.global_plan.objects)
-
-        has_drifted = answered.drifted
-        if answered.describers is not None:  # the ranks have made this plan just now
-            has_drifted = ranks.combine(step, lambda: plan.replicas.sum(state, request.path), differ)
-        if has_drifted:
-            self._drift = ranks.combine(step, lambda: plan.replicas.samples(state, request.path), report)
-            if self._drift.ranks:
-                event = events.ReplicasDiffer(
-                    request.path, request.step, self._drift.ranks, self._drift.difference, ranks.rank
-                )
-                self.emit(event)
-        return has_drifted
+        compare = None if self._local is None else self._local.compare
+        return self.exchange.plan(request.path, ranks, describe, reserve, compare, report)
 
     def _write(
         self, publication: Publication, request: SaveRequest, plan: SavePlan, staging_seconds: float
@@ -400,7 +350,7 @@ class SavePipeline:
             exclude=self._config.exclude,
             base=staged.base,
             metrics=staged.details.metrics,
-            differing=self._drift.ranks if self._drift is not None else {},
+            differing=drift.ranks if (drift := self.exchange.drift) is not None else {},
         )
 
     def _reused(self, parts: list[WrittenPart]) -> dict[str, Any]:

@@ -150,11 +150,11 @@ class _Counted(Ranks):
         return super().combine(step, work, combine)
 
 
-def test_a_rank_sends_96_bytes_at_most_for_the_plan_of_a_repeated_save() -> None:
+def test_a_rank_sends_96_bytes_at_most_for_the_plan_of_a_repeated_save(tmp_path: Path) -> None:
     state = encode_state({f"layer{number}": torch.zeros(4, 4) for number in range(300)})
-    exchange, ranks, inventory = PlanExchange(), _Counted(), LocalInventory.of_state(state, {})
+    exchange, ranks = PlanExchange(), _Counted()
+    described = state, LocalInventory.of_state(state, {}), bytes(range(16))
     for _ in range(2):
-        answer = ranks.combine("plan", lambda: exchange.claim(inventory, doubtful=bytes(range(16))), exchange.answer)
-        exchange.plan("plan", ranks, inventory, answer)
+        exchange.plan(tmp_path, ranks, lambda: described, lambda: tmp_path)
     assert exchange.repeated
     assert ranks.sent[-1] <= 96

@@ -27,9 +27,9 @@ def _before_the_first_write(state: dict[str, Any]) -> list[Any]:
     leaves, paths = gather_state(adapters_of(state))
     flat = encode_state(leaves)
     inventory = LocalInventory.of_state(flat, paths)
-    exchange, ranks = PlanExchange(), Ranks()
-    answer = ranks.combine("plan", lambda: exchange.claim(inventory), exchange.answer)
-    return items_to_write(exchange.plan("plan", ranks, inventory, answer), flat)
+    described = flat, inventory, b""
+    plan = PlanExchange().plan(Path("step-1"), Ranks(), lambda: described, lambda: Path("reserved"))
+    return items_to_write(plan.rank_plan, plan.state)
 
 
 def _calls(count: int) -> int:
