@@ -21,122 +21,26 @@ values are not covered: their lengths may change from save to save.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
 
-from dcp_plugin.core.errors import CheckpointMismatch, UnsafeCheckpoint, some, warn
-from dcp_plugin.core.format import values
-from dcp_plugin.core.format.keys import holds_sharded, is_empty_mapping
+from dcp_plugin.core.errors import CheckpointMismatch
 from dcp_plugin.core.format.values import WholeItem
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.planning.global_plan import GlobalPlan, Share, make_global_plan
 from dcp_plugin.core.planning.local_inventory import LocalInventory
 from dcp_plugin.core.ranks.collectives import Attempt, Ranks, pack, unpack
 from dcp_plugin.core.records import NewItem, RankPlan, SavePlan
-from dcp_plugin.core.tensors._torch import is_tensor, sharded_value
-from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS, is_stored_whole, narrowed
-from dcp_plugin.core.types import EncodedValue, Flat, LocalChunk, Shape, ShardedValue, Standing
+from dcp_plugin.core.tensors.kinds import is_stored_whole, part_of
+from dcp_plugin.core.types import EncodedValue, Flat, LocalChunk, ShardedValue
 
 if TYPE_CHECKING:
     from dcp_plugin.core.planning.replicas import Drift, Samples
-
-
-def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) -> Flat:
-    """Describe leaves for the planner: tensors as the chunks on this rank, anything else as bytes.
-
-    Raises:
-        CheckpointMismatch: Some leaves cannot be stored, such as tensors without memory. The message names the first
-            ten.
-        UnsafeCheckpoint: Some values could be restored only by executing pickled code. The message names the first ten.
-    """
-    flat: Flat = {}
-    unsafe: list[str] = []
-    misfits: list[str] = []
-    changed: list[str] = []
-    # Results by the ``id`` of a leaf: the same objects repeat for every parameter of an optimizer's group.
-    same: dict[int, EncodedValue] = {}
-    for key, leaf in leaves.items():
-        if id(leaf) in same:
-            flat[key] = same[id(leaf)]
-        elif type(leaf) in values.SIZED and (reason := values.why_too_large(leaf)):
-            misfits.append(f"{key} is {reason}")
-        elif type(leaf) not in EXACTLY_TENSORS and values.is_plain(leaf):  # a class is compared faster than a value
-            try:
-                flat[key] = same[id(leaf)] = EncodedValue(values.encode(leaf), _standing(leaf))
-            except ValueError as error:
-                raise CheckpointMismatch(
-                    f"{key} cannot be saved: {error}. Save the number as text, hex(number)."
-                ) from error
-        elif is_tensor(leaf):
-            try:
-                flat[key] = sharded_value(leaf)
-            except CheckpointMismatch as error:
-                misfits.append(f"{key} is {error}")
-        elif isinstance(leaf, (ShardedValue, EncodedValue)):
-            flat[key] = leaf
-        else:
-            if holds_sharded(leaf):
-                raise CheckpointMismatch(
-                    f"{key} is a {type(leaf).__name__} with sharded tensors inside; only one rank's part of them would "
-                    f"be stored. Keep sharded tensors in dicts, lists or tuples."
-                )
-            notes: list[str] = []
-            try:
-                encoded = values.encode(leaf, any(fnmatchcase(key, glob) for glob in allow_pickle), notes)
-                flat[key] = EncodedValue(encoded, _standing(leaf))
-                changed += [f"{key} ({note})" for note in notes]
-            except UnsafeCheckpoint as error:
-                unsafe.append(f"{key} is {error}")
-    if misfits:
-        count = f"{len(misfits)} entries cannot be saved: " if len(misfits) > 1 else ""
-        raise CheckpointMismatch(count + some(misfits, 10, "; "))
-    if unsafe:
-        raise UnsafeCheckpoint(
-            f"{len(unsafe)} value(s) cannot be saved: {some(unsafe, 10, '; ')}. Make them plain (numbers, text, "
-            f"lists, dicts, tensors), or name them in allow_pickle if you trust everybody who can write to the "
-            f"checkpoints."
-        )
-    if changed:
-        warn(f"stored as another type: {some(changed, 10, '; ')}.")
-    return flat
-
-
-def _standing(leaf: Any) -> Standing:
-    if is_empty_mapping(leaf):
-        return Standing.EMPTY_MAPPING
-    is_empty = leaf is None or (isinstance(leaf, (list, tuple, set, frozenset)) and not leaf)
-    return Standing.EMPTY if is_empty else Standing.HOLDS
-
-
-def part_of(key: str, chunk: LocalChunk, offsets: Shape, sizes: Shape, stored_whole: bool) -> torch.Tensor:
-    """Return the part of a chunk inside a box; for a complete chunk its tensor, because not every class can narrow.
-
-    Args:
-        offsets: Offsets of the box in the tensor.
-        stored_whole: :attr:`~dcp_plugin.core.types.ShardedValue.stored_whole` of the tensor.
-
-    Raises:
-        CheckpointMismatch: The tensor's class cannot be narrowed.
-    """
-
-    def cut(view: torch.Tensor) -> torch.Tensor:
-        for dim, (at, size, origin) in enumerate(zip(offsets, sizes, chunk.offsets, strict=True)):
-            if size < view.shape[dim]:
-                view = view.narrow(dim, at - origin, size)
-        return view
-
-    if sizes == chunk.sizes:
-        return chunk.tensor
-    try:
-        return narrowed(chunk.tensor, cut) if stored_whole else cut(chunk.tensor)
-    except CheckpointMismatch as error:
-        raise CheckpointMismatch(f"{key} is {error}") from error
 
 
 DIGEST = 12  # bytes of a digest; a claim, pickled, stays below 96 bytes
@@ -230,6 +134,7 @@ class PlanExchange:
     Example:
         >>> import torch
         >>> from pathlib import Path
+        >>> from dcp_plugin.core.format.keys import encode_state
         >>> from dcp_plugin.core.ranks.collectives import Ranks
         >>> state = encode_state({"w": torch.ones(2)})
         >>> described = state, LocalInventory.of_state(state, {}), b""

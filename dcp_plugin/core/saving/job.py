@@ -39,10 +39,11 @@ from dcp_plugin.core.config import CheckpointConfig
 from dcp_plugin.core.errors import CheckpointError, RankFailure, SaveFailed
 from dcp_plugin.core.format.columns import Places
 from dcp_plugin.core.format.index import CheckpointIndex
+from dcp_plugin.core.format.keys import encode_state
 from dcp_plugin.core.format.summary import plain_metrics
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.planning.local_inventory import Holdings, LocalInventory
-from dcp_plugin.core.planning.save import PlanExchange, encode_state, in_table_order, items_to_write
+from dcp_plugin.core.planning.save import PlanExchange, in_table_order, items_to_write
 from dcp_plugin.core.ranks.collectives import Attempt, Ranks
 from dcp_plugin.core.records import (
     GatheredState,

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from dcp_plugin.core.errors import CheckpointMismatch, first_line
-from dcp_plugin.core.types import LocalChunk, ShardedValue
+from dcp_plugin.core.types import LocalChunk, Shape, ShardedValue
 
 EXACTLY_TENSORS = (torch.Tensor, nn.Parameter)
 """The classes of plain tensors, without subclasses."""
@@ -294,6 +294,31 @@ def narrowed(tensor: torch.Tensor, narrow: Callable[[torch.Tensor], torch.Tensor
         f"{_a(tensor)}, of which no part can be taken ({error}). Load it with the sharding that it had when it was "
         f"saved"
     )
+
+
+def part_of(key: str, chunk: LocalChunk, offsets: Shape, sizes: Shape, stored_whole: bool) -> torch.Tensor:
+    """Return the part of a chunk inside a box; for a complete chunk its tensor, because not every class can narrow.
+
+    Args:
+        offsets: Offsets of the box in the tensor.
+        stored_whole: :attr:`~dcp_plugin.core.types.ShardedValue.stored_whole` of the tensor.
+
+    Raises:
+        CheckpointMismatch: The tensor's class cannot be narrowed.
+    """
+
+    def cut(view: torch.Tensor) -> torch.Tensor:
+        for dim, (at, size, origin) in enumerate(zip(offsets, sizes, chunk.offsets, strict=True)):
+            if size < view.shape[dim]:
+                view = view.narrow(dim, at - origin, size)
+        return view
+
+    if sizes == chunk.sizes:
+        return chunk.tensor
+    try:
+        return narrowed(chunk.tensor, cut) if stored_whole else cut(chunk.tensor)
+    except CheckpointMismatch as error:
+        raise CheckpointMismatch(f"{key} is {error}") from error
 
 
 def _memory(tensor: torch.Tensor) -> set[int]:

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 import dcp_plugin as dcp
+from dcp_plugin.core.format.keys import encode_state
 from dcp_plugin.core.format.metadata import stock_path
 from dcp_plugin.core.format.stock_objects import metadata_of
 from dcp_plugin.core.planning.local_inventory import LocalInventory
-from dcp_plugin.core.planning.save import PlanExchange, encode_state
+from dcp_plugin.core.planning.save import PlanExchange
 from dcp_plugin.core.ranks.collectives import Ranks
 from dcp_plugin.core.tensors._torch import sharded_value
 from tests.compare import same_bytes

@@ -8,10 +8,11 @@ import math
 import pytest
 import torch
 
+from dcp_plugin.core.format.keys import encode_state
 from dcp_plugin.core.planning.global_plan import Share, make_global_plan
 from dcp_plugin.core.planning.local_inventory import Holdings, LocalInventory
 from dcp_plugin.core.planning.replicas import Drift, LocalReplicas
-from dcp_plugin.core.planning.save import encode_state, replicas_differ
+from dcp_plugin.core.planning.save import replicas_differ
 from dcp_plugin.core.types import Flat
 
 State = dict[str, torch.Tensor]

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import dcp_plugin as dcp
+from dcp_plugin.core.format.keys import encode_state
 from dcp_plugin.core.planning.local_inventory import LocalInventory, ties_of
-from dcp_plugin.core.planning.save import PlanExchange, encode_state, items_to_write
+from dcp_plugin.core.planning.save import PlanExchange, items_to_write
 from dcp_plugin.core.ranks.collectives import Ranks
 from dcp_plugin.core.state.named_objects import adapters_of, gather_state
 from dcp_plugin.core.tensors.kinds import is_dense_memory

@@ -39,19 +39,18 @@ from dcp_plugin.core.format import stock_objects
 from dcp_plugin.core.format.columns import NO_TENSOR
 from dcp_plugin.core.format.derived_index import index_of
 from dcp_plugin.core.format.index import Location
-from dcp_plugin.core.format.keys import flatten, is_empty_mapping, walked_by_stock
+from dcp_plugin.core.format.keys import encode_state, flatten, is_empty_mapping, walked_by_stock
 from dcp_plugin.core.format.metadata import Aliases, Views
 from dcp_plugin.core.format.values import WholeItem
 from dcp_plugin.core.media.choice import locate, medium_of, uncommitted_reason
 from dcp_plugin.core.paths import StorageOptions, Where, as_path, is_path
 from dcp_plugin.core.planning.global_plan import Share, make_global_plan
 from dcp_plugin.core.planning.local_inventory import VALUE, LocalInventory, OfKey, ties_of
-from dcp_plugin.core.planning.save import encode_state, part_of
 from dcp_plugin.core.records import NewItem
 from dcp_plugin.core.storage.part_writer import Facts, PartWriter, Publication
 from dcp_plugin.core.storage.reuse import Reuse
 from dcp_plugin.core.tensors._torch_sharded import settled
-from dcp_plugin.core.tensors.kinds import is_stored_whole, require_memory
+from dcp_plugin.core.tensors.kinds import is_stored_whole, part_of, require_memory
 from dcp_plugin.core.types import EncodedValue, KeyPath, Shape, ShardedValue, public_class
 
 
