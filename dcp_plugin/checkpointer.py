@@ -75,9 +75,11 @@ class Checkpointer:
     def __init__(self, config: CheckpointConfig | None = None, *, solo: bool = False, **overrides: Any) -> None:
         refuse_other_systems()
         self.config = CheckpointConfig.merge(config, ("solo",), **overrides)
-        talks = self.config.when_busy == "skip" or self.config.save_interval is not None
-        aside = self.config.async_save and talks
-        self._groups = RankGroups(settings_of_all_ranks(self.config), self.config.timeout, solo, aside)
+        # With these settings a call asks rank 0 while the thread of a save uses the group of saves. Two threads must
+        # not use one group, so such calls need a second one.
+        asks_rank_zero = self.config.when_busy == "skip" or self.config.save_interval is not None
+        needs_second = self.config.async_save and asks_rank_zero
+        self._groups = RankGroups(settings_of_all_ranks(self.config), self.config.timeout, solo, needs_second)
         self._saving = SavePipeline(self.config)
         self._queue = SaveQueue()
         self._writer: Writer = CallingThread(self.config, self._saving, self._groups)
@@ -157,7 +159,40 @@ class Checkpointer:
             CheckpointError: Another call of this checkpointer is under way, in another thread or as the caller of this
                 one; or a subscriber makes this call while a save is in flight. Raised on this rank alone.
         """
-        return Internals(self).save(state, path, step, files, owners, durable, metrics)
+        return self._save(state, path, step, files, owners, durable, metrics)
+
+    def _save(
+        self,
+        state: Mapping[str, Any],
+        path: PathLike,
+        step: int | None,
+        files: Callable[[Path], None] | None,
+        owners: Iterable[Any],
+        durable: bool,
+        metrics: Mapping[str, Any] | None,
+        views: Views | None = None,
+        aliases: Aliases | None = None,
+        kinds: Mapping[str, str] | None = None,
+    ) -> RunningSave:
+        began = time.monotonic()
+        handle = RunningSave(as_path(path, self.config.storage_options), step)
+        call = Call.save(handle.path, step)
+        with self._queue.beginning(handle), together(call):
+            if self.config.finish_on_sigterm:
+                from dcp_plugin.core.saving import sigterm  # imported late, since few configurations use it
+
+                sigterm.watch(self._queue, self.config.timeout)
+            may_skip = self.config.async_save and self.config.when_busy == "skip"
+            if may_skip and is_rank_zero_busy(self._queue, self._groups, handle.path):
+                handle.set_skipped()
+                return handle
+            ranks = self._writer.wait_for_ranks()
+            request = SaveRequest(handle.path, call, step, began, None, views or {}, aliases or {}, files, durable)
+            is_data = kinds is not None
+            live = LiveState(state, kinds or {}, list(owners), metrics or {}, self._compared, is_data)
+            self._writer.submit(handle, request, live, ranks)
+            self._timing.paused(time.monotonic() - began, saving=True)
+        return handle
 
     def load(
         self, state: Mapping[str, Any], path: PathLike, partial: PartialLoad | None = None, strict: bool = True
@@ -226,6 +261,8 @@ class Checkpointer:
 
                 launches.refuse_another_rank(location, ranks.launch)
             opening = self._open_in_source(location, ranks) if shown is None else nullcontext(shown)
+            # The files are innermost: with keeper.dir, this rank serves other ranks until their block ends. All ranks
+            # have left it when they meet to quarantine. The collector is outermost: opening makes most of the objects.
             with collector_paused(), quarantine_damaged(ranks, location, mode is LoadMode.RESTORE), opening as files:
                 loading = Loading(ranks, self.config, location, partial, strict, files, mode)
                 report = loading.run(state)
@@ -261,6 +298,7 @@ class Checkpointer:
                 handle.refuse_in_callback(f"remove {path}")
                 handle.wait_done()
         deletion.refuse_other_things(location)
+        # A keeper that this checkpointer has met asks all nodes. Otherwise the source deletes the parts of this node.
         (self._writer.saves or self._source).forget(location)
         deletion.remove(location)
 
@@ -361,25 +399,7 @@ class Internals:
                 them by kind, as it matches live objects. With it, all of ``state`` is data: an object in a mapping is a
                 value, and its ``state_dict`` is not called.
         """
-        began = time.monotonic()
-        handle = RunningSave(as_path(path, self.of.config.storage_options), step)
-        call = Call.save(handle.path, step)
-        with self.of._queue.beginning(handle), together(call):
-            if self.of.config.finish_on_sigterm:
-                from dcp_plugin.core.saving import sigterm  # imported late, since few configurations use it
-
-                sigterm.watch(self.of._queue, self.of.config.timeout)
-            may_skip = self.of.config.async_save and self.of.config.when_busy == "skip"
-            if may_skip and is_rank_zero_busy(self.of._queue, self.of._groups, handle.path):
-                handle.set_skipped()
-                return handle
-            ranks = self.of._writer.wait_for_ranks()
-            request = SaveRequest(handle.path, call, step, began, None, views or {}, aliases or {}, files, durable)
-            is_data = kinds is not None
-            live = LiveState(state, kinds or {}, list(owners), metrics or {}, self.of._compared, is_data)
-            self.of._writer.submit(handle, request, live, ranks)
-            self.of._timing.paused(time.monotonic() - began, saving=True)
-        return handle
+        return self.of._save(state, path, step, files, owners, durable, metrics, views, aliases, kinds)
 
     def restore(
         self,
