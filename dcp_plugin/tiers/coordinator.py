@@ -384,7 +384,7 @@ class Coordinator:
             token, time = self._published.get(path, ("", 0.0))
             if token > save.token or _newest_at(save.path, time, save.head.save_id) >= recorded:
                 raise SaveFailed(f"a newer save was published at {path}. An older save does not replace it.")
-            save.published_at = publication.publish(index, self._facts(save)).time
+            save.published_at = publication.compose_and_commit(index, self._facts(save)).time
             self._published[path] = save.token, save.published_at
 
     def _write_locally(self, save: Save) -> None:

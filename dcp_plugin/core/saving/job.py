@@ -308,7 +308,7 @@ class SavePipeline:
         """
         published: list[WrittenPart] = []
 
-        def publish(parts: list[WrittenPart]) -> None:
+        def combine_parts(parts: list[WrittenPart]) -> None:
             global_plan = plan.rank_plan.global_plan
             assert global_plan is not None, "rank 0 has made it"
             places = Places.joined([part.places for part in parts]).take(in_table_order(global_plan))
@@ -316,12 +316,14 @@ class SavePipeline:
             index.left_out, index.rounded = dict(staged.left_out), dict(staged.rounded)
             index.empty = [key for key in global_plan.empty if key in index]
             facts = self.facts(request, staged, len(parts), global_plan.objects)
-            summary = publication.publish(index, replace(facts, reused=self._reused(parts)), self.newest_time)
+            summary = publication.compose_and_commit(
+                index, replace(facts, reused=self._reused(parts)), self.newest_time
+            )
             self.newest_time = max(self.newest_time, summary.time)
             published.extend(parts)
             self._delete_old(request.path)
 
-        ranks.combine(f"write {request.path}", part.get, publish)
+        ranks.combine(f"write {request.path}", part.get, combine_parts)
         return published
 
     def _delete_old(self, path: Where) -> None:

@@ -128,6 +128,8 @@ class Publication:
     def __init__(self, path: Where, medium: Medium) -> None:
         self.path = path
         self.medium = medium
+        # Every rank makes an identity, and only that of the coordinator is recorded and reported. A common identity
+        # would take a message before the plan.
         self.save_id = str(uuid.uuid4())
         self.published = False
         """True if the checkpoint is at ``path``."""
@@ -158,8 +160,10 @@ class Publication:
         self._written = files = self.medium.open(self._reservation.directory)
         return {name: files.size(name) for name in files.names() if name.endswith(DATA_SUFFIX)}
 
-    def publish(self, index: CheckpointIndex, facts: Facts, seen: float = 0.0) -> Summary:
-        """Write the metadata and make the directory the checkpoint at ``path``, replacing an existing one.
+    def compose_and_commit(self, index: CheckpointIndex, facts: Facts, seen: float = 0.0) -> Summary:
+        """Publish: write the metadata and make the directory the checkpoint at ``path``, replacing an existing one.
+
+        The medium commits (:meth:`~dcp_plugin.core.media.medium.Medium.publish`).
 
         Args:
             seen: The greatest recorded time that the caller knows of the run. The times of the checkpoints next to

@@ -360,7 +360,7 @@ class ShardedWriter(StorageWriter):
         index = index_of(entries, self._publication.file_sizes(), paths)
         if paths is None:
             index.planner_data = (metadata.planner_data,)
-        self._publication.publish(index, replace(self._facts, world_size=len(results)))
+        self._publication.compose_and_commit(index, replace(self._facts, world_size=len(results)))
         metadata.storage_data = {item: stock_objects.storage_info(location) for item, location in places.items()}
         metadata.storage_meta = self.storage_meta()
 
