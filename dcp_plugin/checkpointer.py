@@ -343,7 +343,7 @@ class Checkpointer:
             ...         checkpointer.save({"model": model}, f"run/step-{step}", step=step)
             >>> checkpointer.close()
         """
-        return self._timing.due(step, self._groups.front)
+        return self._timing.due(step, self._groups.for_calls)
 
     def close(self) -> None:
         """Finish the saves in flight, free the host copy and leave the process group. Later saves are possible.
@@ -496,7 +496,7 @@ class Internals:
     @property
     def ranks(self) -> Ranks:
         """The group in which an integration lets all ranks agree. Collective."""
-        return self.of._groups.front()
+        return self.of._groups.for_calls()
 
     def all_ranks_come_to(self, step: str, within: float) -> bool:
         """Return whether every rank makes this call, for situations in which some ranks may not. True for a single
@@ -505,7 +505,7 @@ class Internals:
         The result is False after ``within`` seconds. It is False at once if the ranks have not met yet, or if an
         earlier failure has closed their group.
         """
-        ranks = self.of._groups.known
+        ranks = self.of._groups.group_of_saves
         return self.of._groups.solo or (ranks is not None and ranks.usable and ranks.all_come_to(step, within))
 
     def share_timing(self, other: Checkpointer) -> None:

@@ -394,9 +394,9 @@ class Coordinator:
         sizes = {name: size for part in parts for name, size in part.files.items()}
         index = self._index(save, sizes)
         index.extra_files = {name: comparison for part in parts for name, comparison in part.attached.items()}
-        attached = {name.partition("/")[0] for name in index.extra_files}
+        extra_files = {name.partition("/")[0] for name in index.extra_files}
         files, summary = compose(
-            save.path, StorageMeta(str(save.path), head.save_id), index, self._facts(save), attached, recorded
+            save.path, StorageMeta(str(save.path), head.save_id), index, self._facts(save), extra_files, recorded
         )
         all_sizes = sizes | {name: size for part in parts for name, size in part.attached_sizes.items()}
         all_sizes |= {name: len(data) for name, data in files.items()}

@@ -60,7 +60,7 @@ from dcp_plugin.core.records import (
 from dcp_plugin.core.runs import figures
 from dcp_plugin.core.state.adapters import StateAdapter
 from dcp_plugin.core.state.named_objects import (
-    Place,
+    RankAndSize,
     adapters_of,
     gather_state,
     layouts_of,
@@ -142,8 +142,8 @@ class SavePipeline:
             from dcp_plugin.core.state.across_ranks import RankLocal
 
             self._local = RankLocal()
-        place = Place(ranks.rank, ranks.size)
-        parts = adapters_of(live.state, bool(self._config.stock_aliases), place, live.is_data)
+        this_rank = RankAndSize(ranks.rank, ranks.size)
+        parts = adapters_of(live.state, bool(self._config.stock_aliases), this_rank, live.is_data)
         leaves, paths = gather_state(parts)
         kinds = {part.name: part.kind for part in parts if part.kind in ("module", "optimizer")}
         kept = leaves if self.selection is None else self.selection.without_excluded(leaves)
@@ -189,13 +189,13 @@ class SavePipeline:
         request: SaveRequest,
         staged: Attempt[StagedState],
         ranks: Ranks,
-        planned: Callable[[], SavePlan] | None = None,
+        reserve_planned: Callable[[], SavePlan] | None = None,
         degraded: str = "",
     ) -> events.SaveFinished:
         """Plan, write and publish. Collective: all ranks call it, or none.
 
         Args:
-            planned: Reserves the directory of a save that is planned already. Collective.
+            reserve_planned: Reserves the directory of a save that is planned already. Collective.
             degraded: As in :class:`~dcp_plugin.core.events.SaveFinished`.
 
         Raises:
@@ -204,8 +204,8 @@ class SavePipeline:
         """
         began = time.monotonic()
         try:
-            if planned is not None:
-                plan = planned()
+            if reserve_planned is not None:
+                plan = reserve_planned()
             else:
                 staged = self.leave_out(request, staged, ranks)
                 plan = self.plan(request, staged, partial(_reserve, publication, ranks), ranks)

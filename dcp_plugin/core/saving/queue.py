@@ -61,12 +61,14 @@ class SaveHandle:
         """True if the save was skipped, because another one was in flight (``when_busy="skip"``)."""
         self._finished: events.SaveFinished | None = None
         self._is_staged = False
+        # States of a save, in the order in which it reaches them. Only a save that a keeper writes reaches the three in
+        # the middle before it ends. The end sets all that are left. A local failure sets ``_local`` earlier.
         self._copy_ended = threading.Event()
         self._handed_over = threading.Event()
         self._written = threading.Event()
         self._local = threading.Event()
-        self._local_error: Exception | None = None
         self._done = threading.Event()
+        self._local_error: Exception | None = None
         self._error: Exception | None = None
         self._error_was_raised = False
         self._callbacks: deque[Callable[[events.SaveFinished], object]] = deque()
@@ -220,7 +222,8 @@ class RunningSave(SaveHandle):
         self._handed_over.set()
 
     def set_written(self) -> None:
-        """Mark the host copy as written."""
+        """Mark the host copy as written. Called by the thread that follows a save of a keeper. For any other save, the
+        copy counts as written when the save ends."""
         self._written.set()
 
     def set_local(self, error: Exception | None = None) -> None:

@@ -82,9 +82,9 @@ def is_rank_zero_busy(queue: SaveQueue, groups: RankGroups, path: Where) -> bool
 
     Rank 0 logs a warning if it is busy.
     """
-    front = groups.front()
-    busy = front.from_zero("see whether a save is in flight", lambda: not queue.is_free)
-    if busy and front.rank == 0:
+    ranks = groups.for_calls()
+    busy = ranks.from_zero("see whether a save is in flight", lambda: not queue.is_free)
+    if busy and ranks.rank == 0:
         logger.warning("%s is NOT saved: an earlier save is still in flight (when_busy='skip')", path)
     return busy
 
@@ -99,7 +99,7 @@ class CallingThread:
 
     def submit(self, handle: RunningSave, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
         with (
-            unpublished(request, self._config, ranks) as publication,
+            discarded_on_error(request, self._config, ranks) as publication,
             collector_paused(),
             progress_of(request, self._config, ranks),
         ):
@@ -110,7 +110,7 @@ class CallingThread:
         handle.set_published(event)
 
     def wait_for_ranks(self) -> Ranks:
-        return self._groups.main()
+        return self._groups.for_saves()
 
     def free_modules(self) -> None:
         pass  # without a copy there are no hooks
@@ -123,15 +123,16 @@ class CallingThread:
 
 
 @contextmanager
-def unpublished(
+def discarded_on_error(
     request: SaveRequest, config: CheckpointConfig, ranks: Ranks, is_in_flight: Callable[[], bool] = lambda: False
 ) -> Iterator[Publication]:
     """Yield the unpublished checkpoint, with the caller's files in it. Collective if the caller has files.
 
-    An error of the block, such as Ctrl-C, discards the checkpoint.
+    An error of the block, such as Ctrl-C, discards the checkpoint. After a block without an error, the checkpoint is
+    published, or a thread continues to write it.
 
     Args:
-        is_in_flight: Returns whether a thread writes the checkpoint by now, which then is not discarded.
+        is_in_flight: Returns true once a thread writes the checkpoint. An error of the block then discards nothing.
     """
     publication = Publication(request.path, medium_of(request.path, config.io.direct))
     try:

@@ -527,9 +527,9 @@ def _keep_other_files(workspace: posix.OwnFolder, old: str, new: posix.Folder) -
     with folder:
         if not layout.has_traces(new.names()):
             raise OSError(errno.ENOENT, "it is no checkpoint any more", str(new.path))
-        attached, moved = _attached(folder), False
+        extra_files, moved = _extra_files(folder), False
         for name in folder.names():
-            foreign = name not in attached and not layout.is_own(name)
+            foreign = name not in extra_files and not layout.is_own(name)
             if foreign and not new.has(name):
                 folder.give(name, name, to=new)
                 moved = True
@@ -537,7 +537,7 @@ def _keep_other_files(workspace: posix.OwnFolder, old: str, new: posix.Folder) -
             new.sync()
 
 
-def _attached(checkpoint: posix.Folder) -> list[str]:
+def _extra_files(checkpoint: posix.Folder) -> list[str]:
     """Return the names of the extra files in the summary."""
     try:
         return [str(name) for name in layout.json_object(_contents(checkpoint, layout.SUMMARY))["attached"]]
