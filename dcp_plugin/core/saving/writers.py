@@ -77,6 +77,10 @@ class Writer(Protocol):
         """Give back memory and leave the keeper."""
 
 
+# The constructor of a keeper's writer, with the writer of the saves that it cannot take.
+WriterFactory = Callable[[CheckpointConfig, SavePipeline, SaveQueue, RankGroups, Writer], Writer]
+
+
 def is_rank_zero_busy(queue: SaveQueue, groups: RankGroups, path: Where) -> bool:
     """Return whether rank 0 is busy with an earlier save, so that no rank saves to ``path``. Collective.
 

@@ -190,7 +190,9 @@ def publish(reservation: Reservation[Path]) -> None:
         held.naming = False  # the name is free or unchanged, and the old checkpoint can get it back
         if os.path.lexists(final) == replaces:
             raise
-        publish(reservation)  # another process has published or deleted there since the look
+        # Another process has published or deleted there since the look. No limit as in _ATTEMPTS: each turn needs a
+        # further process that finishes a save or a deletion, and a save that gave up would be lost.
+        publish(reservation)
         return
     except BaseException:  # Ctrl-C, or the name is not durable: the next sweep reads the record
         _let_go(reservation.token)
