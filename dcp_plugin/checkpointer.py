@@ -77,8 +77,9 @@ class Checkpointer:
         self.config = CheckpointConfig.merge(config, ("solo",), **overrides)
         # With these settings a call asks rank 0 while the thread of a save uses the group of saves. Two threads must
         # not use one group, so such calls need a second one.
-        asks_rank_zero = self.config.when_busy == "skip" or self.config.save_interval is not None
-        needs_second = self.config.async_save and asks_rank_zero
+        needs_second = self.config.async_save and (
+            self.config.when_busy == "skip" or self.config.save_interval is not None
+        )
         self._groups = RankGroups(settings_of_all_ranks(self.config), self.config.timeout, solo, needs_second)
         self._saving = SavePipeline(self.config)
         self._queue = SaveQueue()
@@ -188,8 +189,7 @@ class Checkpointer:
                 return handle
             ranks = self._writer.wait_for_ranks()
             request = SaveRequest(handle.path, call, step, began, None, views or {}, aliases or {}, files, durable)
-            is_data = kinds is not None
-            live = LiveState(state, kinds or {}, list(owners), metrics or {}, self._compared, is_data)
+            live = LiveState(state, kinds or {}, list(owners), metrics or {}, self._compared, is_data=kinds is not None)
             self._writer.submit(handle, request, live, ranks)
             self._timing.paused(time.monotonic() - began, saving=True)
         return handle

@@ -146,7 +146,8 @@ class StagedState:
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Keys left out of the state because the base has them -> their keys in the base."""
     rounded: Mapping[str, str] = field(default_factory=dict)
-    """Keys left out whose numbers the load from the base has rounded -> the dtype in this state."""
+    """Keys left out that the base has in a dtype of more precision -> their dtype in this state. The load from the base
+    has rounded their numbers to it. A load of this checkpoint needs the same dtype."""
     base: Mapping[str, str] = field(default_factory=dict)
     """Record of the base in the summary; empty without one."""
 

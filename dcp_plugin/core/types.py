@@ -91,8 +91,8 @@ class ShardedValue:
 
 
 class Standing(enum.IntEnum):
-    """Right of a rank's entry to be the value of its key. If the entries of ranks differ, those with the lowest number
-    here count, and the others are ignored."""
+    """Precedence of an entry among those that several ranks have under one key. A checkpoint stores an entry with the
+    lowest number here, and ignores entries with a higher one."""
 
     HOLDS = 0
     CHANGED = 1
@@ -148,8 +148,8 @@ class Wanted:
     undecided: list[str] = field(default_factory=list)
     """Missing keys of a module whose load hooks decide if they are an error."""
     stored_as: dict[str, str] = field(default_factory=dict)
-    """Targets of an optimizer -> their key in the checkpoint, if it differs: the key of this rank's own state, or a key
-    with the number of the parameter."""
+    """Targets of an optimizer -> their key in the checkpoint, if it differs. That key names a rank if each rank stored
+    its own state. It has a number in place of the parameter's name if the optimizer was saved by numbers."""
     lost: list[str] = field(default_factory=list)
     """Keys of per-rank state that the checkpoint has, but not for this rank's part of the parameter."""
     for_other_ranks: list[str] = field(default_factory=list)

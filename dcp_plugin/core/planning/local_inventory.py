@@ -40,13 +40,13 @@ class Holdings:
     objects: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     per_rank: Collection[str] = ()
     standing: Mapping[str, Standing] = field(default_factory=dict)
-    """Standing of the keys that this rank does not hold itself."""
+    """Key -> the standing of this rank's value, for values that the rank has only because a load gave them to it."""
     replicas: Collection[str] = ()
     """Keys whose bytes should be equal on all ranks that hold them: parameters, and the state of optimizers."""
     have_drifted: bool = False
-    """True if replicas have differed. The lowest rank that holds a box then writes it.
+    """True if replicas have differed. The lowest rank that holds a box then writes all of it.
 
-    The weights and the moments in the checkpoint are then of one rank.
+    Otherwise the holders of a box divide it, and the checkpoint would mix the weights and moments of different ranks.
     """
 
 

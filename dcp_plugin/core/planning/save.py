@@ -149,10 +149,8 @@ class PlanExchange:
         self._described_by: list[int] = []
         self.repeated = False
         """True if the last call reused the remembered plan."""
-        self.has_compared = False
-        """True after a save has compared the state that should be equal on all ranks."""
-        self.drift: Drift | None = None
-        """Replicas that have differed at an earlier save; None if none have."""
+        self.has_compared = False  # whether a save has compared the state that should be equal on all ranks
+        self.drift: Drift | None = None  # replicas that have differed at an earlier save
 
     def forget(self) -> None:
         """Forget the last plan, because the group of ranks that remembered it no longer exists."""
@@ -227,8 +225,9 @@ class PlanExchange:
         self._described_by = [first.setdefault(claim.description, rank) for rank, claim in enumerate(claims)]
         is_remembered = self._last is not None and all(claim.plan == digest for claim in claims)
         have_drifted = is_remembered and replicas_differ([claim.replicas for claim in claims])
-        describers = None if is_remembered else list(first.values())
-        return PlanAnswer(digest, describers, state_differs, have_drifted, reserve())
+        return PlanAnswer(
+            digest, None if is_remembered else list(first.values()), state_differs, have_drifted, reserve()
+        )
 
     def remembered_or_new(self, step: str, ranks: Ranks, inventory: LocalInventory, answer: PlanAnswer) -> RankPlan:
         """Return the plan that all ranks remember, or make a new plan. Collective if it makes one."""

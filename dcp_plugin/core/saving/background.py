@@ -105,8 +105,8 @@ class BackgroundThread:
     def wait_for_ranks(self) -> Ranks:
         """Wait for the saves in flight, and return the group of ranks.
 
-        All ranks know the failures of these saves. On some ranks a handle may have raised its failure already. So all
-        ranks raise if any rank has not raised it.
+        A failed save has failed on all ranks. On some of them, a caller may have got its error from the handle. If a
+        rank is left on which no caller has got it, all ranks raise.
         """
         ended = self._queue.wait_for_all()
         self.free_modules()

@@ -74,7 +74,6 @@ from dcp_plugin.core.tensors._torch import is_tensor
 from dcp_plugin.core.types import Flat, ShardedValue, Standing
 
 if TYPE_CHECKING:
-    from dcp_plugin.core.planning.replicas import Drift
     from dcp_plugin.core.saving.selection import KeySelection
     from dcp_plugin.core.state.across_ranks import RankLocal
 
@@ -89,6 +88,8 @@ class SavePipeline:
     """
 
     def __init__(self, config: CheckpointConfig) -> None:
+        # For the whole process; only the first call subscribes. It stands here, since a process that never saves has no
+        # figures.
         figures.subscribe()
         self._config = config
         self._prune: Callable[[Where], None] | None = None
@@ -265,9 +266,6 @@ class SavePipeline:
                 calls it again.
         """
 
-        def report(drift: Drift) -> None:
-            self.emit(events.ReplicasDiffer(request.path, request.step, drift.ranks, drift.difference, ranks.rank))
-
         def describe() -> tuple[Flat, LocalInventory, bytes]:
             state, details = staged.get().state, staged.get().details
             paths, standing, doubtful = dict(details.paths), dict[str, Standing](), b""
@@ -275,12 +273,19 @@ class SavePipeline:
                 state, standing = self._local.with_rank_keys(state, paths, details, ranks.rank)
                 doubtful = self._local.digest(ranks.rank)
             objects = {name: (kind, details.optimizers.get(name, "")) for name, kind in details.kinds.items()}
-            drift = self.exchange.drift
-            holds = Holdings(objects, details.per_rank, standing, details.replicas, drift is not None)
+            holds = Holdings(objects, details.per_rank, standing, details.replicas, self.exchange.drift is not None)
             return state, LocalInventory.of_state(state, paths, holds), doubtful
 
-        compare = None if self._local is None else self._local.compare
-        return self.exchange.plan(request.path, ranks, describe, reserve, compare, report)
+        return self.exchange.plan(
+            request.path,
+            ranks,
+            describe,
+            reserve,
+            compare=None if self._local is None else self._local.compare,
+            report=lambda drift: self.emit(
+                events.ReplicasDiffer(request.path, request.step, drift.ranks, drift.difference, ranks.rank)
+            ),
+        )
 
     def _write(
         self, publication: Publication, request: SaveRequest, plan: SavePlan, staging_seconds: float

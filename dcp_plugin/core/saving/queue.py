@@ -207,7 +207,8 @@ class RunningSave(SaveHandle):
         return self._done.wait(timeout)
 
     def set_copying(self) -> None:
-        """Mark the state as not copied yet. A writer whose copy no keeper can take copies the state once more."""
+        """Mark the state as not copied yet. If a keeper cannot take the copy, another writer copies the state again,
+        and calls this a second time."""
         self._is_staged = False
         self._copy_ended.clear()
 
@@ -392,8 +393,8 @@ class SaveQueue:
 
         If no thread can be started, ``save`` runs in this call, since the other ranks wait for this rank.
 
-        If this call raises, on Ctrl-C for example, one of two things holds. The save is among :attr:`handles`, and goes
-        on. Or ``save`` does not run.
+        If this call raises, on Ctrl-C for example, :attr:`handles` tells whether the save goes on. A save that is not
+        among them never runs.
 
         Args:
             call: The call whose collectives ``save`` runs.

@@ -1,7 +1,7 @@
 """Ranks that hold different things: the rule, for saves and for loads.
 
-**A checkpoint has one value for each key. Ranks that hold a key hold the same value, or shards of one, or they are
-named.** What is decided for all ranks follows from what all of them hold, never from rank 0 alone:
+**A checkpoint has one value for each key. Ranks that hold a key hold the same value or shards of one. If they do not, a
+warning names the ranks and the key.** Decisions for all ranks follow from the state of all, never from rank 0 alone:
 
 ==============================  =====================================================================================
 names, kinds, optimizers        the union of all ranks (:class:`~dcp_plugin.core.planning.local_inventory.Description`)
@@ -94,9 +94,11 @@ class RankLocal:
         """Return a digest of the entries that may differ between ranks; empty if there are none. Ranks with different
         digests :meth:`compare` their entries.
 
-        A tensor with the shape of the shard makes the digest differ from that of every other rank. A slot with one
-        value for all parameters, as ``step`` mostly has, is hashed without the names of the parameters. Ranks with
-        state for different parameters then have equal digests, and do not compare at every save.
+        If a tensor has the shape of this rank's shard, the digest contains the rank's number. It then differs from that
+        of every other rank, and the ranks compare.
+
+        A slot with one value for all parameters, as ``step`` mostly has, is hashed without the names of the parameters.
+        Ranks with state for different parameters then have equal digests, and do not compare at every save.
         """
         if not self._doubtful and not self._shared:
             return b""
@@ -290,7 +292,7 @@ class Union:
 
 
 class RankName(NamedTuple):
-    """Place in a checkpoint of a value of which each rank has its own."""
+    """Name in a checkpoint of this rank's entry, for a value of which each rank has its own."""
 
     name: str
     """Name of this rank's entry, or of the value that all ranks share."""

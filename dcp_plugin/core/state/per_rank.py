@@ -58,7 +58,7 @@ class OfEachRank:
 
 @dataclass(frozen=True)
 class RankEntry:
-    """Place of a value that differs between ranks."""
+    """Entry of one rank, for a value that differs between ranks."""
 
     above: str
     """Name that the entries of all ranks share."""
