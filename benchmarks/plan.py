@@ -198,9 +198,8 @@ def _inventory(state: Flat) -> LocalInventory:
 
 
 def _planned(exchange: PlanExchange, ranks: Ranks, inventory: LocalInventory, state: Flat) -> RankPlan:
-    path = Path("run/step-1")
-    *_, answer = exchange.ask("plan", path, ranks, lambda: (state, inventory, b""), lambda: path)
-    return exchange.remembered_or_new("plan", ranks, inventory, answer)
+    claim = partial(exchange.claim, Path("run/step-1"), ranks, state, inventory)
+    return exchange.plan("plan", ranks, inventory, ranks.combine("plan", claim, exchange.answer))
 
 
 def _plan_of_first(mesh: str, ranks: int, tensors: int, figures: Figures) -> tuple[RankPlan, list[bytes]]:

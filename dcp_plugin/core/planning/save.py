@@ -21,9 +21,8 @@ values are not covered: their lengths may change from save to save.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
@@ -34,8 +33,8 @@ from dcp_plugin.core.format.values import WholeItem
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.planning.global_plan import GlobalPlan, Share, make_global_plan
 from dcp_plugin.core.planning.local_inventory import LocalInventory
-from dcp_plugin.core.ranks.collectives import Attempt, Ranks, pack, unpack
-from dcp_plugin.core.records import NewItem, RankPlan, SavePlan
+from dcp_plugin.core.ranks.collectives import Ranks, pack, unpack
+from dcp_plugin.core.records import NewItem, RankPlan
 from dcp_plugin.core.tensors.kinds import is_stored_whole, part_of
 from dcp_plugin.core.types import EncodedValue, Flat, LocalChunk, ShardedValue
 
@@ -104,10 +103,7 @@ def items_to_write(plan: RankPlan, state: Flat) -> list[NewItem]:
 
 @dataclass(frozen=True)
 class PlanAnswer:
-    """The answer of rank 0 to the claims of all ranks.
-
-    ``digest`` is that of the plan for these claims, and ``directory`` the reserved directory of the save.
-    """
+    """The answer of rank 0 to the claims of all ranks. ``digest`` is that of the plan for these claims."""
 
     digest: bytes
     describers: list[int] | None
@@ -116,7 +112,6 @@ class PlanAnswer:
     """True if state that should be equal on all ranks differs."""
     have_drifted: bool
     """True if replicas of the remembered plan differ."""
-    directory: Where
 
 
 def replicas_differ(sums: Sequence[int]) -> bool:
@@ -131,15 +126,18 @@ def replicas_differ(sums: Sequence[int]) -> bool:
 class PlanExchange:
     """Planner for the saves of a group of ranks. It remembers the last plan.
 
+    A save combines the claims of all ranks into the answer of rank 0. Then every rank calls :meth:`plan`, and
+    :meth:`compare_replicas`. :meth:`dcp_plugin.core.saving.job.SavePipeline.plan` is the complete dialogue.
+
     Example:
         >>> import torch
         >>> from pathlib import Path
         >>> from dcp_plugin.core.format.keys import encode_state
         >>> from dcp_plugin.core.ranks.collectives import Ranks
-        >>> state = encode_state({"w": torch.ones(2)})
-        >>> described = state, LocalInventory.of_state(state, {}), b""
-        >>> plan = PlanExchange().plan(Path("step-1"), Ranks(), lambda: described, lambda: Path("reserved"))
-        >>> [item.key for item in items_to_write(plan.rank_plan, plan.state)]
+        >>> state, path = encode_state({"w": torch.ones(2)}), Path("run/step-1")
+        >>> exchange, ranks, inventory = PlanExchange(), Ranks(), LocalInventory.of_state(state, {})
+        >>> answer = ranks.combine("plan", lambda: exchange.claim(path, ranks, state, inventory), exchange.answer)
+        >>> [item.key for item in items_to_write(exchange.plan("plan", ranks, inventory, answer), state)]
         ['w']
     """
 
@@ -149,74 +147,26 @@ class PlanExchange:
         self._described_by: list[int] = []
         self.repeated = False
         """True if the last call reused the remembered plan."""
-        self.has_compared = False  # whether a save has compared the state that should be equal on all ranks
         self.drift: Drift | None = None  # replicas that have differed at an earlier save
 
     def forget(self) -> None:
         """Forget the last plan, because the group of ranks that remembered it no longer exists."""
         self._last = None
 
-    def plan(
-        self,
-        path: Where,
-        ranks: Ranks,
-        describe: Callable[[], tuple[Flat, LocalInventory, bytes]],
-        reserve: Callable[[], Where],
-        compare: Callable[[str, Ranks], bool] | None = None,
-        report: Callable[[Drift], None] = lambda drift: None,
-    ) -> SavePlan:
-        """Plan a save: the dialogue of all ranks, from their claims to the items that each writes. Collective.
+    def claim(self, path: Where, ranks: Ranks, state: Flat, inventory: LocalInventory, doubtful: bytes = b"") -> bytes:
+        """Return the digests and the number that this rank sends to rank 0.
 
         Args:
-            describe: Returns this rank's state, its inventory, and the digest of the values that should be equal on all
-                ranks that have them (empty if there are none). It is called again after a comparison that changes the
-                keys, or the ranks that write. An exception is raised on all ranks.
-            reserve: Reserves the directory of the save. It is called on rank 0, once for each answer.
-            compare: Compares these values key by key if the digests differ. Returns true if some values need keys of
-                their own from now on. Collective. None for a process alone.
-            report: Called with replicas that differ and have not differed before.
+            doubtful: Digest of the values that should be equal on all ranks that have them.
         """
-        step = f"plan the save of {path}"
-        ask = partial(self.ask, step, path, ranks, describe, reserve)
-        state, inventory, answer = ask()
-        # If optimizer state differs that did not differ before, its keys now become separate for each rank.
-        if answer.state_differs and compare is not None and compare(step, ranks):
-            state, inventory, answer = ask()
-        self.has_compared = True
-        plan = self.remembered_or_new(step, ranks, inventory, answer)
-        if ranks.size > 1 and (drift := self._drift_in(plan, step, path, ranks, state, answer)) is not None:
-            self.drift = drift
-            if drift.ranks:
-                report(drift)
-            state, inventory, answer = ask()  # in whose inventory the lowest holder of a box writes it
-            plan = self.remembered_or_new(step, ranks, inventory, answer)
-        return SavePlan(ranks.rank, answer.directory, state, plan)
+        last, total = self._last, 0
+        # The remembered plan knows the chunks that other ranks hold as well, provided that this inventory is its own.
+        if ranks.size > 1 and last is not None and last.inventory.digest == inventory.digest:
+            total = last.replicas.sum(state, path)
+        digest = last.digest if last else bytes(DIGEST)
+        return _Claim(digest, inventory.description.digest, inventory.digest, doubtful, total).encode()
 
-    def ask(
-        self,
-        step: str,
-        path: Where,
-        ranks: Ranks,
-        describe: Callable[[], tuple[Flat, LocalInventory, bytes]],
-        reserve: Callable[[], Where],
-    ) -> tuple[Flat, LocalInventory, PlanAnswer]:
-        """Describe the state, send the claim, and return the answer of rank 0 with the description. Collective."""
-        described = Attempt.of(describe)
-
-        def claim() -> bytes:
-            state, inventory, doubtful = described.get()
-            last, total = self._last, 0
-            # The remembered plan knows the chunks that other ranks hold as well, provided that this inventory is its
-            # own.
-            if ranks.size > 1 and last is not None and last.inventory.digest == inventory.digest:
-                total = last.replicas.sum(state, path)
-            digests = last.digest if last else bytes(DIGEST), inventory.description.digest, inventory.digest
-            return _Claim(*digests, doubtful, total).encode()
-
-        answer = ranks.combine(step, claim, lambda claims: self._answer(claims, reserve))
-        return *described.get()[:2], answer
-
-    def _answer(self, encoded: list[bytes], reserve: Callable[[], Where]) -> PlanAnswer:
+    def answer(self, encoded: list[bytes]) -> PlanAnswer:
         """Return the answer to the claims of all ranks. Called on rank 0."""
         claims = list(map(_Claim.decode, encoded))
         state_differs = len({claim.doubtful for claim in claims if claim.doubtful}) > 1
@@ -225,11 +175,9 @@ class PlanExchange:
         self._described_by = [first.setdefault(claim.description, rank) for rank, claim in enumerate(claims)]
         is_remembered = self._last is not None and all(claim.plan == digest for claim in claims)
         have_drifted = is_remembered and replicas_differ([claim.replicas for claim in claims])
-        return PlanAnswer(
-            digest, None if is_remembered else list(first.values()), state_differs, have_drifted, reserve()
-        )
+        return PlanAnswer(digest, None if is_remembered else list(first.values()), state_differs, have_drifted)
 
-    def remembered_or_new(self, step: str, ranks: Ranks, inventory: LocalInventory, answer: PlanAnswer) -> RankPlan:
+    def plan(self, step: str, ranks: Ranks, inventory: LocalInventory, answer: PlanAnswer) -> RankPlan:
         """Return the plan that all ranks remember, or make a new plan. Collective if it makes one."""
         self.repeated = answer.describers is None
         if answer.describers is not None:
@@ -257,12 +205,13 @@ class PlanExchange:
         share = Share.decode(ranks.scatter(step, send, deal))
         return RankPlan(digest, inventory, share, global_plan)
 
-    def _drift_in(
-        self, plan: RankPlan, step: str, path: Where, ranks: Ranks, state: Flat, answer: PlanAnswer
+    def compare_replicas(
+        self, step: str, path: Where, ranks: Ranks, plan: RankPlan, state: Flat, answer: PlanAnswer
     ) -> Drift | None:
         """Return the replicas that differ; None if all are equal. Rank 0 warns of them.
 
-        Collective, unless the ranks have remembered the plan and their replicas are equal.
+        Collective, unless the ranks have remembered the plan and their replicas are equal. :attr:`drift` remembers the
+        result, and replicas are not compared again.
         """
         from dcp_plugin.core.planning import replicas  # a process alone has nothing to compare
 
@@ -273,7 +222,10 @@ class PlanExchange:
         have_drifted = answer.have_drifted
         if answer.describers is not None:  # the ranks have made this plan just now
             have_drifted = ranks.combine(step, lambda: plan.replicas.sum(state, path), replicas_differ)
-        return ranks.combine(step, lambda: plan.replicas.samples(state, path), drift_of) if have_drifted else None
+        if not have_drifted:
+            return None
+        self.drift = ranks.combine(step, lambda: plan.replicas.samples(state, path), drift_of)
+        return self.drift
 
 
 def in_table_order(global_plan: GlobalPlan) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

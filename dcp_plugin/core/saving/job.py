@@ -43,7 +43,7 @@ from dcp_plugin.core.format.keys import encode_state
 from dcp_plugin.core.format.summary import plain_metrics
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.planning.local_inventory import Holdings, LocalInventory
-from dcp_plugin.core.planning.save import PlanExchange, in_table_order, items_to_write
+from dcp_plugin.core.planning.save import PlanAnswer, PlanExchange, in_table_order, items_to_write
 from dcp_plugin.core.ranks.collectives import Attempt, Ranks
 from dcp_plugin.core.records import (
     GatheredState,
@@ -101,6 +101,7 @@ class SavePipeline:
         self._local: RankLocal | None = None
         """Detector of state that differs between ranks; None for a process alone."""
         self.is_lazy = config.staging == "lazy"
+        self._has_compared = False  # whether the first save has compared data between ranks
         self._module_keys: tuple[Collection[str], frozenset[str]] = (), frozenset()
         """The keys of the last state, and those of parameters and optimizer state among them."""
         self.newest_time = 0.0
@@ -151,7 +152,7 @@ class SavePipeline:
         optimizers = optimizers_in(parts, live.kinds, live.owners)
         shards = {name: optimizer.shards() for name, optimizer in optimizers.items()}
         classes = {name: adapter.classes() for name, adapter in optimizers.items()}
-        compares = ranks.size > 1 and not self.exchange.has_compared
+        compares = ranks.size > 1 and not self._has_compared
         shared = shared_keys(live, parts, kept) if compares else frozenset()
         details = StateDetails(
             paths,
@@ -266,26 +267,43 @@ class SavePipeline:
                 calls it again.
         """
 
-        def describe() -> tuple[Flat, LocalInventory, bytes]:
-            state, details = staged.get().state, staged.get().details
-            paths, standing, doubtful = dict(details.paths), dict[str, Standing](), b""
-            if self._local is not None:
-                state, standing = self._local.with_rank_keys(state, paths, details, ranks.rank)
-                doubtful = self._local.digest(ranks.rank)
-            objects = {name: (kind, details.optimizers.get(name, "")) for name, kind in details.kinds.items()}
-            holds = Holdings(objects, details.per_rank, standing, details.replicas, self.exchange.drift is not None)
-            return state, LocalInventory.of_state(state, paths, holds), doubtful
+        step, path = f"plan the save of {request.path}", request.path
 
-        return self.exchange.plan(
-            request.path,
-            ranks,
-            describe,
-            reserve,
-            compare=None if self._local is None else self._local.compare,
-            report=lambda drift: self.emit(
-                events.ReplicasDiffer(request.path, request.step, drift.ranks, drift.difference, ranks.rank)
-            ),
-        )
+        def ask() -> tuple[Flat, LocalInventory, PlanAnswer, Where]:
+            """Describe the state, send the claim, and return the answer of rank 0 with the description. Collective."""
+            described = Attempt.of(lambda: self._described(staged.get(), ranks.rank))
+            answer, directory = ranks.combine(
+                step,
+                lambda: self.exchange.claim(path, ranks, *described.get()),
+                lambda claims: (self.exchange.answer(claims), reserve()),
+            )
+            state, inventory, _ = described.get()
+            return state, inventory, answer, directory
+
+        state, inventory, answer, directory = ask()
+        # If optimizer state differs that did not differ before, its keys now become separate for each rank.
+        if answer.state_differs and self._local is not None and self._local.compare(step, ranks):
+            state, inventory, answer, directory = ask()
+        self._has_compared = True
+        plan = self.exchange.plan(step, ranks, inventory, answer)
+        if ranks.size > 1 and (drift := self.exchange.compare_replicas(step, path, ranks, plan, state, answer)):
+            if drift.ranks:
+                self.emit(events.ReplicasDiffer(path, request.step, drift.ranks, drift.difference, ranks.rank))
+            state, inventory, answer, directory = ask()  # in whose inventory the lowest holder of a box writes it
+            plan = self.exchange.plan(step, ranks, inventory, answer)
+        return SavePlan(ranks.rank, directory, state, plan)
+
+    def _described(self, staged: StagedState, rank: int) -> tuple[Flat, LocalInventory, bytes]:
+        """Return the state under the keys of the plan, its inventory, and the digest of values that may differ between
+        ranks."""
+        state, details, doubtful = staged.state, staged.details, b""
+        paths, standing = dict(details.paths), dict[str, Standing]()
+        if self._local is not None:
+            state, standing = self._local.with_rank_keys(state, paths, details, rank)
+            doubtful = self._local.digest(rank)
+        objects = {name: (kind, details.optimizers.get(name, "")) for name, kind in details.kinds.items()}
+        holds = Holdings(objects, details.per_rank, standing, details.replicas, self.exchange.drift is not None)
+        return state, LocalInventory.of_state(state, paths, holds), doubtful
 
     def _write(
         self, publication: Publication, request: SaveRequest, plan: SavePlan, staging_seconds: float

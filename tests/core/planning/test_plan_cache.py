@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,9 +154,9 @@ class _Counted(Ranks):
 
 def test_a_rank_sends_96_bytes_at_most_for_the_plan_of_a_repeated_save(tmp_path: Path) -> None:
     state = encode_state({f"layer{number}": torch.zeros(4, 4) for number in range(300)})
-    exchange, ranks = PlanExchange(), _Counted()
-    described = state, LocalInventory.of_state(state, {}), bytes(range(16))
+    exchange, ranks, inventory = PlanExchange(), _Counted(), LocalInventory.of_state(state, {})
     for _ in range(2):
-        exchange.plan(tmp_path, ranks, lambda: described, lambda: tmp_path)
+        claim = partial(exchange.claim, tmp_path, ranks, state, inventory, doubtful=bytes(range(16)))
+        exchange.plan("plan", ranks, inventory, ranks.combine("plan", claim, exchange.answer))
     assert exchange.repeated
     assert ranks.sent[-1] <= 96

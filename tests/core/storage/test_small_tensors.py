@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ def _before_the_first_write(state: dict[str, Any]) -> list[Any]:
     leaves, paths = gather_state(adapters_of(state))
     flat = encode_state(leaves)
     inventory = LocalInventory.of_state(flat, paths)
-    described = flat, inventory, b""
-    plan = PlanExchange().plan(Path("step-1"), Ranks(), lambda: described, lambda: Path("reserved"))
-    return items_to_write(plan.rank_plan, plan.state)
+    exchange, ranks = PlanExchange(), Ranks()
+    claim = partial(exchange.claim, Path("step-1"), ranks, flat, inventory)
+    return items_to_write(exchange.plan("plan", ranks, inventory, ranks.combine("plan", claim, exchange.answer)), flat)
 
 
 def _calls(count: int) -> int:
