@@ -38,13 +38,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcp_plugin.core.errors import as_html, size, some
-from dcp_plugin.core.format.columns import Places
-from dcp_plugin.core.format.index import CheckpointIndex
+from dcp_plugin.core.format.index import CheckpointIndex, KeyPath, Places
 from dcp_plugin.core.format.summary import Summary
-from dcp_plugin.core.media.medium import Readable
+from dcp_plugin.core.media import Readable
 from dcp_plugin.core.paths import Where
-from dcp_plugin.core.ranks.calls import Call
-from dcp_plugin.core.types import Box, Flat, KeyPath, Shape, ShardedValue, Wanted, public_class
+from dcp_plugin.core.types import Box, Flat, ShardedValue, Wanted, public_class
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +52,7 @@ if TYPE_CHECKING:
     from dcp_plugin.core.planning.global_plan import GlobalPlan, Share
     from dcp_plugin.core.planning.local_inventory import LocalInventory
     from dcp_plugin.core.planning.replicas import LocalReplicas
+    from dcp_plugin.core.ranks.collectives import Call
 
 Shards = Mapping[str, Mapping[str, Box]]
 """Parts of sharded parameters on this rank: by the name of their optimizer, then by the name of the parameter."""
@@ -161,9 +160,9 @@ class NewItem(NamedTuple):
 
     key: str
     data: torch.Tensor | WholeItem | bytes
-    offsets: Shape = ()
+    offsets: tuple[int, ...] = ()
     """Offsets of the box in the tensor."""
-    sizes: Shape = ()
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -309,9 +308,9 @@ class BoxRead(NamedTuple):
     """Number of the chunk among those of all keys."""
     target: torch.Tensor
     """A tensor of the shape of the box, on this rank."""
-    offsets: Shape
+    offsets: tuple[int, ...]
     """Offsets of the box in the chunk."""
-    sizes: Shape
+    sizes: tuple[int, ...]
     fills_tensor: bool = False
     """True if this rank wants the complete tensor, of which the box may be a part."""
 

@@ -33,12 +33,12 @@ import torch
 
 from dcp_plugin.core.errors import CheckpointMismatch, UnsafeCheckpoint, some, warn
 from dcp_plugin.core.format import values
-from dcp_plugin.core.format.columns import MAPPING_CLASSES, default_path
+from dcp_plugin.core.format.columns import MAPPING_CLASSES, KeyPath, default_path
 from dcp_plugin.core.format.pickles.walk import FEW
 from dcp_plugin.core.format.values import PLAIN, mapping_class
 from dcp_plugin.core.tensors._torch import DTensor, ShardedTensor, is_tensor, sharded_value
 from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS
-from dcp_plugin.core.types import Box, EncodedValue, Flat, KeyPath, ShardedValue, Standing
+from dcp_plugin.core.types import Box, EncodedValue, Flat, ShardedValue, Standing
 
 Walks = Callable[[str, Any], bool]
 """Rule that returns whether the container of a key is walked (True) or is one value (False)."""

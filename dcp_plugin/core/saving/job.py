@@ -27,7 +27,6 @@ all ranks. A save of a keeper has other meetings after its plan (:mod:`dcp_plugi
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -36,9 +35,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from dcp_plugin.core import events
 from dcp_plugin.core.config import CheckpointConfig
-from dcp_plugin.core.errors import CheckpointError, RankFailure, SaveFailed
-from dcp_plugin.core.format.columns import Places
-from dcp_plugin.core.format.index import CheckpointIndex
+from dcp_plugin.core.errors import CheckpointError, RankFailure, SaveFailed, logger
+from dcp_plugin.core.format.index import CheckpointIndex, Places
 from dcp_plugin.core.format.keys import encode_state
 from dcp_plugin.core.format.summary import plain_metrics
 from dcp_plugin.core.paths import Where
@@ -76,8 +74,6 @@ from dcp_plugin.core.types import Flat, ShardedValue, Standing
 if TYPE_CHECKING:
     from dcp_plugin.core.saving.selection import KeySelection
     from dcp_plugin.core.state.across_ranks import RankLocal
-
-logger = logging.getLogger("dcp_plugin")
 
 
 class SavePipeline:

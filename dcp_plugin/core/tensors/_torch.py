@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor as DTensor
 
 from dcp_plugin.core.errors import CheckpointMismatch
 from dcp_plugin.core.tensors.kinds import CHECKPOINTABLE, EXACTLY_TENSORS, of_full
-from dcp_plugin.core.types import Box, Shape, ShardedValue
+from dcp_plugin.core.types import Box, ShardedValue
 
 StorageInfo = _StorageInfo
 
@@ -73,7 +73,7 @@ def laid_out_like(value: Any, parameter: Any) -> Any:
     return made
 
 
-def shape_of(value: Any) -> Shape | None:
+def shape_of(value: Any) -> tuple[int, ...] | None:
     """Return the global shape of a tensor; None if the tensor can neither be stored nor be filled."""
     try:
         return sharded_value(value).shape

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_plugin.core.errors import CheckpointMismatch
 from dcp_plugin.core.tensors.kinds import CHECKPOINTABLE, is_stored_whole, of_full, require_memory, require_parts
-from dcp_plugin.core.types import Box, LocalChunk, Shape, ShardedValue
+from dcp_plugin.core.types import Box, LocalChunk, ShardedValue
 
 
 def described(value: Any, any_rank: bool) -> ShardedValue:
@@ -54,7 +54,9 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
-def _of_chunks(shape: Shape, dtype: torch.dtype, chunks: list[LocalChunk], origin: Any = None) -> ShardedValue:
+def _of_chunks(
+    shape: tuple[int, ...], dtype: torch.dtype, chunks: list[LocalChunk], origin: Any = None
+) -> ShardedValue:
     """Describe a distributed tensor."""
     stored_whole = any(is_stored_whole(chunk.tensor) for chunk in chunks)
     for chunk in chunks:
@@ -62,11 +64,11 @@ def _of_chunks(shape: Shape, dtype: torch.dtype, chunks: list[LocalChunk], origi
     return ShardedValue(shape, dtype, tuple(chunks), not stored_whole, stored_whole=stored_whole, origin=origin)
 
 
-def _chunk(offsets: Shape, sizes: Shape, tensor: torch.Tensor) -> LocalChunk:
+def _chunk(offsets: tuple[int, ...], sizes: tuple[int, ...], tensor: torch.Tensor) -> LocalChunk:
     return LocalChunk(offsets, sizes, tensor if is_stored_whole(tensor) else tensor.detach())
 
 
-def _of_protocol(value: Any, shape: Shape, dtype: torch.dtype, origin: Any = None) -> ShardedValue:
+def _of_protocol(value: Any, shape: tuple[int, ...], dtype: torch.dtype, origin: Any = None) -> ShardedValue:
     """Describe a tensor with DCP's protocol ``_Checkpointable``. Chunks without elements are left out."""
     chunks = []
     with torch.device("cpu"):  # as in _box_of
@@ -105,7 +107,7 @@ def _chunks_from_fields(value: Any) -> list[LocalChunk]:
     return chunks
 
 
-def _check_inside(offsets: Shape, sizes: Shape, shape: Shape) -> None:
+def _check_inside(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
     for at, size, length in zip(offsets, sizes, shape, strict=True):
         if at < 0 or size < 0 or at + size > length:
             raise ValueError(f"{size} elements at {at} are not inside of {length}")

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from dcp_plugin.core.errors import CheckpointMismatch, first_line
-from dcp_plugin.core.types import LocalChunk, Shape, ShardedValue
+from dcp_plugin.core.types import LocalChunk, ShardedValue
 
 EXACTLY_TENSORS = (torch.Tensor, nn.Parameter)
 """The classes of plain tensors, without subclasses."""
@@ -296,7 +296,9 @@ def narrowed(tensor: torch.Tensor, narrow: Callable[[torch.Tensor], torch.Tensor
     )
 
 
-def part_of(key: str, chunk: LocalChunk, offsets: Shape, sizes: Shape, stored_whole: bool) -> torch.Tensor:
+def part_of(
+    key: str, chunk: LocalChunk, offsets: tuple[int, ...], sizes: tuple[int, ...], stored_whole: bool
+) -> torch.Tensor:
     """Return the part of a chunk inside a box; for a complete chunk its tensor, because not every class can narrow.
 
     Args:
