@@ -39,7 +39,7 @@ from dcp_plugin.core.records import LoadReport, Match, OpenCheckpoint, ReadPlan
 from dcp_plugin.core.sources import SourceFiles
 from dcp_plugin.core.state.adapters import StateAdapter
 from dcp_plugin.core.state.module import materialise
-from dcp_plugin.core.state.named_objects import Place, adapters_of
+from dcp_plugin.core.state.named_objects import RankAndSize, adapters_of
 from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.tensors._torch import sharded_value
 from dcp_plugin.core.tensors._torch_modules import Incompatible
@@ -191,7 +191,7 @@ class Loading:
 
         def open_here() -> _Request:
             nonlocal adapters, selection
-            adapters = adapters_of(state, place=Place(self._ranks.rank, self._ranks.size))
+            adapters = adapters_of(state, this_rank=RankAndSize(self._ranks.rank, self._ranks.size))
             selection = self._located(adapters)
             return self._open(selection, _objects_in(adapters))
 
@@ -225,7 +225,7 @@ class Loading:
 
     def forecast(self, state: Mapping[str, Any]) -> Match:
         """Return the match of :meth:`run` for this process alone. Nothing is allocated, read or changed."""
-        adapters = adapters_of(state, place=Place(self._ranks.rank, self._ranks.size))
+        adapters = adapters_of(state, this_rank=RankAndSize(self._ranks.rank, self._ranks.size))
         selection = self._located(adapters)
         with self._reader:
             objects = _objects_in(adapters)

@@ -21,9 +21,9 @@ from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointMismatch, first
 from dcp_plugin.core.format import values
 from dcp_plugin.core.format.columns import NO_TENSOR, Column, KeyColumns, in_all
 from dcp_plugin.core.format.index import CheckpointIndex
-from dcp_plugin.core.planning.save import part_of
 from dcp_plugin.core.records import LARGEST_CHUNK, BoxRead, ReadPlan
 from dcp_plugin.core.tensors.host_memory import is_plain_memory
+from dcp_plugin.core.tensors.kinds import part_of
 from dcp_plugin.core.types import LocalChunk, ShardedValue
 
 

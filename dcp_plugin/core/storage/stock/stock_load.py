@@ -31,11 +31,10 @@ from dcp_plugin.core.format.keys import flatten, is_empty_mapping, require_names
 from dcp_plugin.core.format.stock_objects import metadata_of
 from dcp_plugin.core.paths import as_path, is_path
 from dcp_plugin.core.planning.reads import StoredLayout, misfit, overlaps_of, scale_of
-from dcp_plugin.core.planning.save import part_of
 from dcp_plugin.core.records import BoxRead, ReadPlan
 from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.tensors._torch import is_tensor, sharded_value, with_memory
-from dcp_plugin.core.tensors.kinds import is_stored_whole, require_memory
+from dcp_plugin.core.tensors.kinds import is_stored_whole, part_of, require_memory
 from dcp_plugin.core.types import ShardedValue, public_class
 
 
