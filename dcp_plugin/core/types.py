@@ -39,6 +39,13 @@ def public_class(package: str = "dcp_plugin") -> Callable[[C], C]:
     return named
 
 
+class Box(NamedTuple):
+    """A rectangular part of a tensor; ``Box((), ())`` for no part at all."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
 class LocalChunk(NamedTuple):
     """A box of a global tensor on this rank: ``tensor`` has shape ``sizes`` and starts at ``offsets``."""
 
@@ -82,8 +89,8 @@ class ShardedValue:
 
 
 class Standing(enum.IntEnum):
-    """Right of a rank's entry to be the value of its key. If the entries of ranks differ, those with the lowest number
-    here count, and the others are ignored."""
+    """Precedence of an entry among those that several ranks have under one key. A checkpoint stores an entry with the
+    lowest number here, and ignores entries with a higher one."""
 
     HOLDS = 0
     CHANGED = 1
@@ -134,8 +141,8 @@ class Wanted:
     undecided: list[str] = field(default_factory=list)
     """Missing keys of a module whose load hooks decide if they are an error."""
     stored_as: dict[str, str] = field(default_factory=dict)
-    """Targets of an optimizer -> their key in the checkpoint, if it differs: the key of this rank's own state, or a key
-    with the number of the parameter."""
+    """Targets of an optimizer -> their key in the checkpoint, if it differs. That key names a rank if each rank stored
+    its own state. It has a number in place of the parameter's name if the optimizer was saved by numbers."""
     lost: list[str] = field(default_factory=list)
     """Keys of per-rank state that the checkpoint has, but not for this rank's part of the parameter."""
     for_other_ranks: list[str] = field(default_factory=list)
@@ -194,7 +201,7 @@ class OfEachRank:
 
 @dataclass(frozen=True)
 class RankEntry:
-    """Place of a value that differs between ranks."""
+    """Entry of one rank, for a value that differs between ranks."""
 
     above: str
     """Name that the entries of all ranks share."""

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.checkpoint.metadata import StorageMeta
 
+    from dcp_plugin.core.format.foreign.scales import Scaled
+
 __all__ = [
     "MAPPING_CLASSES",
     "NO_TENSOR",
@@ -151,6 +153,8 @@ class CheckpointIndex(Mapping[str, Entry]):
         """
         self.strides: dict[str, tuple[int, ...]] = {}
         """Strides of the tensors that are not row-major, by key. Only ``torch.save`` files have such tensors."""
+        self.scaled: Mapping[str, Scaled] = {}
+        """Quantized tensors by key. Only folders of other tools have such tensors."""
         self.values_here: dict[str, Any] = {}
         """Values that were read with the index, by key. Only ``torch.save`` files have such values."""
         self.left_out: dict[str, str] = {}

@@ -39,7 +39,7 @@ from dcp_plugin.core.records import LoadReport, Match, OpenCheckpoint, ReadPlan
 from dcp_plugin.core.sources import SourceFiles
 from dcp_plugin.core.state.adapters import StateAdapter
 from dcp_plugin.core.state.module import materialise
-from dcp_plugin.core.state.named_objects import Place, adapters_of
+from dcp_plugin.core.state.named_objects import RankAndSize, adapters_of
 from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.tensors._torch import sharded_value
 from dcp_plugin.core.tensors._torch_modules import Incompatible
@@ -191,7 +191,7 @@ class Loading:
 
         def open_here() -> _Request:
             nonlocal adapters, selection
-            adapters = adapters_of(state, place=Place(self._ranks.rank, self._ranks.size))
+            adapters = adapters_of(state, this_rank=RankAndSize(self._ranks.rank, self._ranks.size))
             selection = self._located(adapters)
             return self._open(selection, _objects_in(adapters))
 
@@ -225,7 +225,7 @@ class Loading:
 
     def forecast(self, state: Mapping[str, Any]) -> Match:
         """Return the match of :meth:`run` for this process alone. Nothing is allocated, read or changed."""
-        adapters = adapters_of(state, place=Place(self._ranks.rank, self._ranks.size))
+        adapters = adapters_of(state, this_rank=RankAndSize(self._ranks.rank, self._ranks.size))
         selection = self._located(adapters)
         with self._reader:
             objects = _objects_in(adapters)
@@ -337,12 +337,17 @@ class Loading:
         if match.problems:
             raise CheckpointMismatch(misfit(self._path, match.problems))
         plan = planner.plan()
-        self._reader.pin_files(plan, [match.stored[key] for key in match.deferred])
+        scaled = (self._reader.index.scaled[key].scale for key, is_applied in match.scales.items() if is_applied)
+        self._reader.pin_files(plan, [*(match.stored[key] for key in match.deferred), *scaled])
         return _Fitted(match, plan, dict(match.targets))
 
     def _planner(self, match: Match) -> ReadPlanner:
         """Return the planner of the reads. Misfits that it finds are inserted before the other problems."""
-        planner = ReadPlanner(match.targets, self._reader.index, match.stored)
+        if self._reader.index.scaled:
+            from dcp_plugin.core.loading.quantized import judge  # only for folders of other tools
+
+            judge(match, self._reader.index)
+        planner = ReadPlanner(match.targets, self._reader.index, match.stored, match.scales)
         match.problems[:0] = first(planner.misfits)
         return planner
 
@@ -445,16 +450,18 @@ class Loading:
                     filled |= want.lacking
                 # The adapter keeps this function. A reference to the adapter in it would be a cycle that keeps the
                 # objects alive.
-                read = functools.partial(self._read_deferred, adapter.name, fitted.match.stored)
+                read = functools.partial(self._read_deferred, adapter.name, fitted.match.stored, fitted.match.scales)
                 result = adapter.take(filled, read, strict)
                 if result is not None and result != Incompatible():
                     incompatible[adapter.name] = result
         return incompatible
 
-    def _read_deferred(self, name: str, stored: Mapping[str, str], tensors: dict[str, Any]) -> None:
+    def _read_deferred(
+        self, name: str, stored: Mapping[str, str], scales: Mapping[str, bool], tensors: dict[str, Any]
+    ) -> None:
         """Read tensors whose memory was allocated just now, on this rank alone."""
         targets = {join(name, key): sharded_value(tensor) for key, tensor in tensors.items()}
-        self._reader.read(ReadPlanner(targets, self._reader.index, stored).plan())
+        self._reader.read(ReadPlanner(targets, self._reader.index, stored, scales).plan())
 
     def _judge(self, context: _Begun, match: Match, incompatible: Mapping[str, Incompatible], union: Union) -> None:
         """Judge the keys that load hooks report as missing or unexpected.

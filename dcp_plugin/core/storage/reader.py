@@ -186,9 +186,11 @@ class CheckpointReader:
             ]
             chunks = ()
         boxes = self._recognised(boxes)
-        wholes, fetches = list[_Box](), list[Fetch]()
+        wholes, fetches, scaled = list[_Box](), list[Fetch](), list[BoxRead]()
         for box in boxes:
-            if is_stored_whole(box.read.target):
+            if box.read.is_scaled:
+                scaled.append(box.read)
+            elif is_stored_whole(box.read.target):
                 wholes.append(box)
             else:
                 fetches += self._fetches(box, box.read.target)
@@ -203,6 +205,10 @@ class CheckpointReader:
         self._read(fetches, chunks)
         for box in wholes:  # one at a time in this thread: their classes may run code of their own
             self._fill(box, box.read.target)
+        if scaled:
+            from dcp_plugin.core.storage.dequantize import read_scaled  # only for folders of other tools
+
+            read_scaled(self.index, scaled, self.read)
         return {key: self._value(key, location, values) for key, location in locations.items()}
 
     def item(self, key: str) -> bytes:
