@@ -130,8 +130,9 @@ class CheckpointIndex(Mapping[str, Entry]):
 
         Only stock checkpoints have such items.
         """
-        self.strides: dict[str, Shape] = {}
-        """Strides of the tensors that are not row-major, by key. Only ``torch.save`` files have such tensors."""
+        self.strides: dict[str, dict[tuple[str, int], Shape]] = {}
+        """Strides of the chunks by key, file and offset, for tensors with a chunk that is not row-major. Only
+        ``torch.save`` files have such tensors."""
         self.values_here: dict[str, Any] = {}
         """Values that were read with the index, by key. Only ``torch.save`` files have such values."""
         self.left_out: dict[str, str] = {}
