@@ -11,15 +11,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch._tensor import _rebuild_from_type_v2
+from torch._utils import _rebuild_wrapper_subclass
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import dcp_plugin as dcp
 from tests import launch
 from tests.compare import assert_same, same_bytes
+from tests.foreign import without_crcs
 from tests.launch import on_ranks
 from tests.layouts import WORLD_SIZE, build, train, whole_state, wrap
+from tests.objects import PickledAs, attack
 
 LAYOUTS = ("fsdp2", "fsdp2@3", "fsdp2_hsdp", "tp", "fsdp2_tp", "fsdp1_hsdp", "fsdp1")
 
@@ -135,10 +140,9 @@ def test_uneven_shards_of_every_dimension_and_copies_arrive_bit_by_bit(
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert same_bytes(value.contiguous(), found[key].contiguous()), key
-    part = torch.zeros(2, 2)
     model = {"transposed.1": torch.zeros(7, 5)}
     dcp.load({"model": model}, tmp_path / "ck", dcp.PartialLoad(include="model.transposed.1"))
-    assert same_bytes(model["transposed.1"], _whole()["transposed"].contiguous()), part
+    assert same_bytes(model["transposed.1"], _whole()["transposed"].contiguous())
 
 
 @pytest.fixture(scope="module")
@@ -193,3 +197,64 @@ def test_a_summand_and_a_plain_tensor_that_differs_are_refused_when_they_are_ask
     for key, reason in {"sums": "stored as summands", "local": r"differs between model_w.*_0\.pt and model_w"}.items():
         with pytest.raises(dcp.CheckpointMismatch, match=rf"model\.{key} .*{reason}"):
             dcp.load({"model": {key: torch.zeros(2, 2)}}, tmp_path, dcp.PartialLoad(include=f"model.{key}"))
+
+
+def _dtensor(spec: Any) -> Any:
+    """A DTensor whose notes are those of the author of a file."""
+    args = (DTensor, torch.float32, (4, 2), (2, 1), 0, torch.strided, torch.device("cpu"), False)
+    state = (None, {"_local_tensor": torch.ones(2, 2), "_spec": PickledAs(DTensorSpec, (), spec)})
+    return PickledAs(_rebuild_from_type_v2, (_rebuild_wrapper_subclass, DTensor, args, state))
+
+
+def _spec(mesh: Any = (2,), at: Any = (0,), dim: Any = 0, shape: Any = (4, 2)) -> dict[str, Any]:
+    of_mesh = {"mesh": torch.zeros(mesh, dtype=torch.int32) if isinstance(mesh, tuple) else mesh}
+    return {
+        "mesh": PickledAs(DeviceMesh, (), {**of_mesh, "_coordinate_on_dim": at}),
+        "placements": (PickledAs(Shard, (), {"dim": dim}),),
+        "tensor_meta": PickledAs(TensorMeta, (shape, (2, 1), torch.float32)),
+    }
+
+
+def _write(folder: Path, *ranks: Any) -> None:
+    for rank, value in enumerate(ranks):
+        torch.save({"w": value}, folder / f"model_world_size_{len(ranks)}_rank_{rank}.pt")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        _spec(at=(-1,)), _spec(at=(2,)), _spec(at=(0, 0)), _spec(at="0"), _spec(at=5), _spec(dim=7), _spec(dim=None),
+        _spec(mesh=(0,)), _spec(mesh="x"), _spec(shape=(10**30, 2)), _spec(shape=(-4, 2)), _spec(shape=(4,)), {}, None,
+    ],
+)  # fmt: skip
+def test_notes_that_lie_are_damage_and_load_nothing(tmp_path: Path, spec: Any) -> None:
+    _write(tmp_path, _dtensor(spec), _dtensor(spec))
+    with pytest.raises((dcp.CheckpointCorrupt, dcp.CheckpointMismatch), match=r"model\.w"):
+        dcp.read(tmp_path)
+
+
+def test_nothing_distributed_is_made_and_nothing_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for cls in (DeviceMesh, DTensorSpec, DTensor):
+        monkeypatch.setattr(cls, "__setstate__", None, raising=False)
+    _write(tmp_path, _dtensor(_spec()), _dtensor(_spec(at=(1,))))
+    assert same_bytes(dcp.read(tmp_path)["model.w"], torch.ones(4, 2))
+    _write(tmp_path, attack(tmp_path / "owned"), torch.ones(1))
+    with pytest.raises(dcp.UnsafeCheckpoint, match="mkdir"):
+        dcp.load({"model": {"w": torch.zeros(1)}}, tmp_path)
+    assert not (tmp_path / "owned").exists()
+
+
+def test_copies_are_compared_where_torch_wrote_no_checksums(tmp_path: Path) -> None:
+    with without_crcs():
+        _write(tmp_path, torch.ones(3), torch.zeros(3))
+    with pytest.raises(dcp.CheckpointMismatch, match="differs between"):
+        dcp.load({"model": {"w": torch.zeros(3)}}, tmp_path)
+
+
+def test_they_are_imported_and_exported(placed: Path, tmp_path: Path) -> None:
+    dcp.export(placed / "ck", tmp_path / "dcp", format="dcp")
+    dcp.export(placed / "ck", tmp_path / "file.pt", format="torch")
+    expected = dcp.read(placed / "ck")
+    assert_same(expected, dcp.read(tmp_path / "dcp"))
+    exported = torch.load(tmp_path / "file.pt", weights_only=True)["model"]
+    assert_same(expected, {f"model.{key}": value for key, value in exported.items()})

@@ -76,7 +76,7 @@ _INERT = (
     *("_shard.sharded_tensor.api.ShardedTensor", "_shard.sharded_tensor.metadata.ShardedTensorMetadata"),
     *("_shard.sharded_tensor.shard.Shard", "_shard.metadata.ShardMetadata", "remote_device._remote_device"),
 )
-"""Classes of ``torch.distributed`` in the pickles of shards, as torch 2.5 to 2.15 name them."""
+"""Classes of ``torch.distributed`` in the pickles of shards, as torch 2.13 names them."""
 _USE = replace(
     torch_file.ON_META,
     globals={
@@ -213,7 +213,7 @@ def _of_dtensor(file: torch_file.OpenFile, key: str, leaf: Shards) -> _Entry:
     spec = _attributes(held["_spec"].state)
     mesh = _attributes(spec["mesh"].state)
     shape = tuple(map(int, spec["tensor_meta"].args[0]))
-    sizes, at = _mesh_sizes(mesh), mesh["_coordinate_on_dim"]
+    sizes, at = tuple(map(int, _mesh_sizes(mesh))), mesh["_coordinate_on_dim"]
     states = [(type(placement).of, _attributes(placement.state)) for placement in spec["placements"]]
     placements = [(kind, int(state.get("dim", -1)), int(state.get("split_factor", 1))) for kind, state in states]
     layout = f"a DTensor with the placements {placements} on a mesh of {sizes}"
@@ -282,6 +282,8 @@ def _box(shape: Shape, mesh: Shape, at: Shape, placements: list[tuple[str, int, 
             order.append((dim, size, number))
     offsets, sizes = [0] * len(shape), list(shape)
     for dim, count, number in order:
+        if not 0 <= number < count:
+            raise ValueError(f"position {number} of {count} in the mesh")
         rows = -(-sizes[dim] // count)
         start = min(number * rows, sizes[dim])
         offsets[dim], sizes[dim] = offsets[dim] + start, min(rows, sizes[dim] - start)

@@ -59,12 +59,11 @@ class OpenFile:
 
     def checksum_of(self, tensor: torch.Tensor) -> int:
         """Return the CRC32 of the record that a tensor is in. It is computed if the writer left it out of the zip."""
-        begin = record_offset(tensor) or 0
-        return self.archive.checksums[begin] or zlib.crc32(self.archive.read(self._names[begin]))
-
-    @cached_property
-    def _names(self) -> dict[int, str]:
-        return {begin: name for name, (begin, _) in self.archive.records.items()}
+        begin, checksums = record_offset(tensor) or 0, self.archive.checksums
+        if not checksums[begin]:  # noted for the next tensor in the record: many may share a large one
+            name = next(name for name, (at, _) in self.archive.records.items() if at == begin)
+            checksums[begin] = zlib.crc32(self.archive.read(name)) or 1
+        return checksums[begin]
 
 
 @dataclass(frozen=True)
