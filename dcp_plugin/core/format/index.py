@@ -21,33 +21,52 @@ import numpy as np
 
 from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint, some
 from dcp_plugin.core.format.columns import (
+    MAPPING_CLASSES,
     NO_TENSOR,
     ROWS_IN_CACHE,
     Column,
     KeyColumns,
+    KeyPath,
     Location,
     Places,
+    default_path,
     in_any,
     order_of,
     partitioned,
     product,
     totals,
+    unusual_paths,
 )
-from dcp_plugin.core.types import KeyPath, Shape
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.checkpoint.metadata import StorageMeta
 
-__all__ = ["CheckpointIndex", "Entry", "Location", "StoredChunk", "StoredTensor", "StoredValue"]
+__all__ = [
+    "MAPPING_CLASSES",
+    "NO_TENSOR",
+    "CheckpointIndex",
+    "Column",
+    "Entry",
+    "KeyColumns",
+    "KeyPath",
+    "Location",
+    "Places",
+    "StoredChunk",
+    "StoredTensor",
+    "StoredValue",
+    "default_path",
+    "places_of",
+    "unusual_paths",
+]
 
 
 @dataclass(frozen=True)
 class StoredChunk:
     """Box of a stored tensor, and the item that holds it."""
 
-    offsets: Shape
-    sizes: Shape
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
     location: Location
 
 
@@ -73,7 +92,7 @@ class _Chunks(Sequence[StoredChunk]):
 @dataclass(frozen=True)
 class StoredTensor:
     dtype: torch.dtype
-    shape: Shape
+    shape: tuple[int, ...]
     chunks: Sequence[StoredChunk]
 
     @property
@@ -130,7 +149,7 @@ class CheckpointIndex(Mapping[str, Entry]):
 
         Only stock checkpoints have such items.
         """
-        self.strides: dict[str, dict[tuple[str, int], Shape]] = {}
+        self.strides: dict[str, dict[tuple[str, int], tuple[int, ...]]] = {}
         """Strides of the chunks by key, file and offset, for tensors with a chunk that is not row-major. Only
         ``torch.save`` files have such tensors."""
         self.values_here: dict[str, Any] = {}
