@@ -163,7 +163,7 @@ class Contents:
 _FILE, _START, _DTYPE, _SHAPE, _STRIDES = map(attrgetter, ("file", "start", "dtype", "shape", "strides"))
 
 
-def _row_major(shape: Shape) -> Shape:
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides in elements of a tensor whose rows follow each other."""
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
