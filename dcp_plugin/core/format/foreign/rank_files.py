@@ -30,7 +30,6 @@ from dcp_plugin.core.format import Files, values
 from dcp_plugin.core.format.foreign import Contents, View, torch_file
 from dcp_plugin.core.format.foreign.torch_file import RefusedValue, refused_in
 from dcp_plugin.core.tensors._torch import TENSOR_GLOBALS
-from dcp_plugin.core.types import KeyPath, Shape
 
 _OUR_NAMES = {"pytorch_model_fsdp": "model", "optimizer": "optim"}
 _KINDS = {"model": "module", "optim": "optimizer"}
@@ -94,8 +93,8 @@ class _Entry(NamedTuple):
     value: Any
     views: list[View]
     """Shards of the rank; of a plain tensor the tensor itself."""
-    shape: Shape | None = None
-    """Shape of the tensor that the shards are of; None if it is plain."""
+    shape: tuple[int, ...] | None = None
+    """tuple[int, ...] of the tensor that the shards are of; None if it is plain."""
     layout: str = ""
     """Mesh and placements in words."""
     checksum: int = 0
@@ -172,7 +171,7 @@ def _require_ranks(files: Files, by_rank: dict[int, str], world_size: int) -> No
         raise CheckpointMismatch(f"{files.where}: {by_rank[max(by_rank)]} is of a rank that does not exist")
 
 
-def _entries(files: Files, name: str, of: str) -> Iterator[tuple[str, KeyPath | None, _Entry]]:
+def _entries(files: Files, name: str, of: str) -> Iterator[tuple[str, tuple[str | int, ...] | None, _Entry]]:
     """Yield the key, the path (None for the default) and the entry of each tensor and value in a file."""
     with torch_file.opened(files, name) as file:
         tree, refusal = torch_file.structure(file, use=_USE)
@@ -253,7 +252,7 @@ def _attributes(state: Any) -> dict[str, Any]:
     return {name: value for part in parts if part for name, value in part.items()}
 
 
-def _mesh_sizes(mesh: dict[str, Any]) -> Shape:
+def _mesh_sizes(mesh: dict[str, Any]) -> tuple[int, ...]:
     """Return the shape of a mesh. Versions of torch before 2.9 keep it as a tensor, later ones as a layout."""
     if "_layout" not in mesh:
         return tuple(mesh["mesh"].shape)
@@ -263,7 +262,9 @@ def _mesh_sizes(mesh: dict[str, Any]) -> Shape:
     return tuple(axis if isinstance(axis, int) else prod(axis) for axis in axes)
 
 
-def _box(shape: Shape, mesh: Shape, at: Shape, placements: list[tuple[str, int, int]]) -> tuple[Shape, Shape] | str:
+def _box(
+    shape: tuple[int, ...], mesh: tuple[int, ...], at: tuple[int, ...], placements: list[tuple[str, int, int]]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | str:
     """Return the offsets and the sizes of a shard; the reason if a rank has something else than one box.
 
     Args:
@@ -356,7 +357,7 @@ def _add_plain(contents: Contents, key: str, entry: _Entry) -> None:
         contents.values[key] = entry.value
 
 
-def _add_shards(contents: Contents, files: Files, key: str, shape: Shape, entries: list[_Entry]) -> None:
+def _add_shards(contents: Contents, files: Files, key: str, shape: tuple[int, ...], entries: list[_Entry]) -> None:
     parts: dict[Any, View] = {}
     for view in (view for entry in entries for view in entry.views):
         if 0 not in view.shape or 0 in shape:
