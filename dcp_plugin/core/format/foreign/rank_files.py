@@ -94,7 +94,7 @@ class _Entry(NamedTuple):
     views: list[View]
     """Shards of the rank; of a plain tensor the tensor itself."""
     shape: tuple[int, ...] | None = None
-    """tuple[int, ...] of the tensor that the shards are of; None if it is plain."""
+    """Shape of the tensor that the shards are of; None if it is plain."""
     layout: str = ""
     """Mesh and placements in words."""
     checksum: int = 0
