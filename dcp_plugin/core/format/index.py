@@ -151,8 +151,9 @@ class CheckpointIndex(Mapping[str, Entry]):
 
         Only stock checkpoints have such items.
         """
-        self.strides: dict[str, tuple[int, ...]] = {}
-        """Strides of the tensors that are not row-major, by key. Only ``torch.save`` files have such tensors."""
+        self.strides: dict[str, dict[tuple[str, int], tuple[int, ...]]] = {}
+        """Strides of the chunks by key, file and offset, for tensors with a chunk that is not row-major. Only
+        ``torch.save`` files have such tensors."""
         self.scaled: Mapping[str, Scaled] = {}
         """Quantized tensors by key. Only folders of other tools have such tensors."""
         self.values_here: dict[str, Any] = {}

@@ -268,6 +268,8 @@ class CheckpointReader:
         from dcp_plugin.core.format.foreign.torch_file import RefusedValue  # only such files have values in their index
 
         value = self.index.values_here[key]
+        if isinstance(value, RefusedValue) and value.reason:
+            raise CheckpointMismatch(f"{self.path}: {key} {value.reason}")
         if isinstance(value, RefusedValue):
             raise UnsafeCheckpoint(
                 f"{self.path}: {key} is, or contains, an object of {value.of}, which can only be restored by "
@@ -283,7 +285,8 @@ class CheckpointReader:
                 f"{self.path}: the part of {key} to read has shape {sizes}, but its target has shape {shape}"
             )
         if key in index.strides:
-            yield from fetch.of_view(key, chunk.location, dtype, index.strides[key], offsets, target)
+            strides = index.strides[key][chunk.location.file, chunk.location.offset]
+            yield from fetch.of_view(key, chunk.location, dtype, strides, offsets, target)
             return
         block = self._block(chunk.location)
         if chunk.location.payload_offset is None:
