@@ -107,7 +107,7 @@ _PLACES, _PLACE = 8, 128  # samples of a tensor, and bytes of each
 
 def hashes_of(tensors: Sequence[torch.Tensor], threads: int) -> list[bytes]:
     """Return the row of hashes of the bytes of each tensor in row-major order."""
-    from dcp_plugin.core.tensors.host_memory import Rings
+    from dcp_plugin.core.tensors.host_memory import Rings, device_of_thread
 
     if sum(tensor.nbytes for tensor in tensors) < _WORTH_THREADS:
         threads = 1
@@ -126,7 +126,7 @@ def hashes_of(tensors: Sequence[torch.Tensor], threads: int) -> list[bytes]:
     if threads == 1:
         work(0)
     else:
-        with ThreadPoolExecutor(threads, thread_name_prefix="dcp-hash") as pool:
+        with ThreadPoolExecutor(threads, "dcp-hash", device_of_thread()) as pool:
             list(pool.map(work, range(threads)))
     return hashes
 

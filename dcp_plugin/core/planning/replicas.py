@@ -159,8 +159,11 @@ def _read(tensors: Sequence[torch.Tensor], places: Column, elements: Numbers, ro
     for at, tensor in enumerate(tensors):
         of_device.setdefault(tensor.device, []).append(at)
     for members in of_device.values():
-        read = torch.cat([_elements_of(tensors[at], places[at].tolist()) for at in members]).cpu()
-        elements[rows[members]] = _as_numbers(read).reshape(len(members), -1)
+        dtype = tensors[members[0]].dtype
+        # torch.cat knows few of the dtypes of one byte on a device
+        plain = [tensors[at].view(torch.uint8) if dtype.itemsize == 1 else tensors[at] for at in members]
+        read = torch.cat([_elements_of(each, places[at].tolist()) for each, at in zip(plain, members, strict=True)])
+        elements[rows[members]] = _as_numbers(read.cpu().view(dtype)).reshape(len(members), -1)
 
 
 def _elements_of(tensor: torch.Tensor, places: list[int]) -> torch.Tensor:

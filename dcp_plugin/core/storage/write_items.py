@@ -34,7 +34,7 @@ from dcp_plugin.core.format.payload import NO_FRAME, SMALLEST_BLOCK, BlockHashes
 from dcp_plugin.core.format.values import WholeItem
 from dcp_plugin.core.media import IN_PLACE, PAGE, Medium, NewFile, stretches
 from dcp_plugin.core.paths import Where
-from dcp_plugin.core.tensors.host_memory import PIECE, Rings, finish_device_work, is_plain_memory
+from dcp_plugin.core.tensors.host_memory import PIECE, Rings, device_of_thread, finish_device_work, is_plain_memory
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def write(
     if len(buckets) <= 1:
         written = list(map(write_one, names, buckets, contents, layouts))
     else:
-        with ThreadPoolExecutor(min(len(buckets), to.io_threads), thread_name_prefix="dcp-write") as pool:
+        with ThreadPoolExecutor(min(len(buckets), to.io_threads), "dcp-write", device_of_thread()) as pool:
             written = list(pool.map(write_one, names, buckets, contents, layouts))
     # The places are in the order of the files. The inverse permutation brings them into the order of the items.
     order = np.empty(len(items), np.int64)
