@@ -26,8 +26,8 @@ from dcp_plugin.core.loading.suggestions import (
     about_unexpected,
     about_unwrapped,
     about_wrapper,
+    explained_by,
     fitting_renames,
-    taken_by,
 )
 from dcp_plugin.core.partial import PartialLoad, Policy
 from dcp_plugin.core.state.across_ranks import Answer, Union
@@ -66,7 +66,7 @@ class Differences:
         keys: list[str] = []
         for name, key_map in self._matching.key_maps.items():
             want = self._matching.wanted[name]
-            only_stored = (key for key in (*want.unexpected, *want.extra) if self._matching.selects(name, key))
+            only_stored = (key for key in (*want.unexpected, *want.extra_targets) if self._matching.selects(name, key))
             keys += map(key_map.stored, only_stored)
         return keys
 
@@ -109,9 +109,9 @@ class Differences:
 
     def _note_differences(self, adapter: StateAdapter, key_map: KeyMap, want: Wanted) -> None:
         """Record the missing and unexpected keys of an object that are selected."""
-        if want.lacking or want.extra:
+        if want.missing_tensors or want.extra_targets:
             self._note_tensors(adapter, key_map, want)
-        lacking = want.lacking if self._mode is LoadMode.FILL else ()
+        lacking = want.missing_tensors if self._mode is LoadMode.FILL else ()
         keys = [key for key in (*want.missing, *lacking) if self._matching.selects(adapter.name, key)]
         missing = {join(adapter.name, key): key_map.stored(key) for key in keys}
         stored = (key_map.stored(key) for key in want.unexpected if self._matching.selects(adapter.name, key))
@@ -136,17 +136,19 @@ class Differences:
         """Record tensors of data or of a Stateful that only the object or only the checkpoint has. Make targets for
         tensors that the object lacks but gets nevertheless."""
         if self._mode is LoadMode.RESTORE:
-            lacking = [join(adapter.name, key) for key in want.lacking if self._matching.selects(adapter.name, key)]
+            lacking = [
+                join(adapter.name, key) for key in want.missing_tensors if self._matching.selects(adapter.name, key)
+            ]
             self._matching.report.missing.extend(lacking)
             self._lacking.extend(lacking)
         handed = []
-        for key, target in want.extra.items():
+        for key, target in want.extra_targets.items():
             stored, full = key_map.stored(key), join(adapter.name, key)
             if not self._matching.selects(adapter.name, key):
                 continue
-            if self._is_handed(adapter, stored, want.empty or key in want.in_room):
+            if self._is_handed(adapter, stored, want.saved_empty or key in want.extra_in_gaps):
                 made = target.allocate() if adapter.kind != "module" and isinstance(target, Deferred) else target
-                if self._matching.accept(full, made, want.refused.get(key)):
+                if self._matching.accept(full, made, want.unfillable.get(key)):
                     want.targets[key] = made
                     self._matching.note_stored(full, stored)
                     handed.append(key)
@@ -185,7 +187,7 @@ class Differences:
             ]
             if unmatched and source and not self._index.under(source):
                 renames = self._fits(unmatched, self._free())
-                self._found |= taken_by(renames, unmatched)
+                self._found |= explained_by(renames, unmatched)
                 problems.append(about_prefix(here, source, renames, self._of_submodule))
                 for key in unmatched:
                     del self._missing[key]
@@ -210,7 +212,7 @@ class Differences:
             lines += about_missing(self._missing, renames, self._index, self._of_submodule)
         if lines:
             self._apply(self._partial.missing, lines, "they keep their values")
-        explained = self._found | taken_by(renames, self._missing)
+        explained = self._found | explained_by(renames, self._missing)
         if unexpected := [key for key in self._unexpected if key not in explained]:
             self._apply(self._partial.unexpected, about_unexpected(unexpected), "they are not loaded")
         if len(self._matching.problems) > before:

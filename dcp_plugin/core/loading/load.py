@@ -21,7 +21,7 @@ from dcp_plugin.core.config import CheckpointConfig
 from dcp_plugin.core.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, first, printable, some, warn
 from dcp_plugin.core.format.keys import join
 from dcp_plugin.core.format.values import encode, is_plain
-from dcp_plugin.core.loading import MOST_LOADED, Loaded, loaded
+from dcp_plugin.core.loading import MOST_REMEMBERED, LoadedPart, loaded_parts
 from dcp_plugin.core.loading.matching import LoadMode, Matching
 from dcp_plugin.core.paths import Where, resolved
 from dcp_plugin.core.planning.reads import ReadPlanner, decoded
@@ -56,6 +56,7 @@ class _Request:
     asked_for: str
     path: str
     save: tuple[str, str]
+    """:attr:`~dcp_plugin.core.storage.reader.CheckpointReader.identity`."""
     selection: str
     many_hosts: int
     """:attr:`~dcp_plugin.core.media.medium.ReadCost.hosts` of the files."""
@@ -94,10 +95,9 @@ class Loading:
         )
         self._files, self._began = files, time.monotonic()
 
-    @property
-    def opened(self) -> OpenCheckpoint:
-        """The checkpoint, open or closed again."""
-        return self._reader.opened
+    def open(self) -> OpenCheckpoint:
+        """Open the checkpoint on this rank, and return it. :meth:`run` closes its files; its records stay valid."""
+        return self._reader.open()
 
     def run(self, state: Mapping[str, Any]) -> LoadReport:
         """Load into ``state``, in place. Collective."""
@@ -113,16 +113,16 @@ class Loading:
 
     def _note_loaded(self, fitted: FittedLoad) -> None:
         """Note the checkpoint among the loaded ones."""
-        fingerprint = "" if self.opened.find_fingerprint else self.opened.known_identity
-        path = resolved(self.opened.path)
-        part = loaded[path, fingerprint] = loaded.pop((path, fingerprint), Loaded())
+        fingerprint = "" if self.open().find_fingerprint else self.open().known_identity
+        path = resolved(self.open().path)
+        part = loaded_parts[path, fingerprint] = loaded_parts.pop((path, fingerprint), LoadedPart())
         for adapter in fitted.opened.adapters:
             keys = [join(adapter.name, key) for key in fitted.match.wanted[adapter.name].targets]
             if keys and adapter.kind != "optimizer":
                 part.keys.update(fitted.match.stored[key] for key in keys if key in fitted.match.stored)
                 part.modules.update(() if adapter.module is None else adapter.module.modules())
-        for oldest in list(loaded)[:-MOST_LOADED]:
-            loaded.pop(oldest, None)
+        for oldest in list(loaded_parts)[:-MOST_REMEMBERED]:
+            loaded_parts.pop(oldest, None)
 
     def _with_sources(self, report: LoadReport, files: SourceFiles) -> LoadReport:
         seconds = time.monotonic() - self._began
@@ -138,7 +138,7 @@ class Loading:
         allocated: list[str] = []
         for _ in range(_MOST_TRIES):
             try:
-                opened, difference = self._open(state)
+                opened, difference = self._open_together(state)
             except CheckpointNotFound as error:
                 if failure is None:
                     raise
@@ -154,7 +154,7 @@ class Loading:
         assert failure is not None
         raise failure
 
-    def _open(self, state: Mapping[str, Any]) -> tuple[OpenedLoad, str]:
+    def _open_together(self, state: Mapping[str, Any]) -> tuple[OpenedLoad, str]:
         """Open the checkpoint on all ranks. The second result is a message if they opened different saves; else ""."""
         adapters: list[StateAdapter] = []
         selection: PartialLoad | None = None
@@ -168,10 +168,10 @@ class Loading:
                 selection = locate(self._partial, adapters)
             return _Request(
                 str(self._path),
-                str(self.opened.path),
-                self._reader.save,
-                repr(selection),
-                self.opened.files.cost.hosts,
+                str(self.open().path),
+                self._reader.identity,
+                repr(selection),  # as text: its module is equal only to itself, and does not travel between ranks
+                self.open().files.cost.hosts,
                 socket.gethostname(),
                 {adapter.name: adapter.kind for adapter in adapters if adapter.kind in ("module", "optimizer")},
             )
@@ -184,10 +184,14 @@ class Loading:
         return OpenedLoad(adapters, selection, least, objects), difference
 
     def forecast(self, state: Mapping[str, Any]) -> Match:
-        """Return the match of :meth:`run` for this process alone. No target is filled."""
+        """Return the match of :meth:`run` for this process alone. No value is read, and no object of the state changes.
+
+        Two things happen as in :meth:`run`. FSDP2 modules reshard parameters that a forward has left gathered. An
+        optimizer allocates the slots that it does not have yet. They are garbage after this call.
+        """
         with self._reader:
-            opened, _ = self._open(state)
-            matching = Matching(self._path, self.opened, opened, self._strict, True, self._mode)
+            opened, _ = self._open_together(state)
+            matching = Matching(self._path, self.open(), opened, self._strict, True, self._mode)
         step = f"compare {self._path} with the state"
         union = self._ask_all(step, lambda: _questions(matching), lambda asked: _differences(matching).answer(asked))
         match = _judged(matching, union)
@@ -210,18 +214,18 @@ class Loading:
         Raises:
             CheckpointMismatch: Ranks request different paths or different parts.
         """
-        first, difference = requests[0], ""
+        of_zero, difference = requests[0], ""
         for rank, other in enumerate(requests):
-            if other.save != first.save:
+            if other.save != of_zero.save:
                 difference = (
-                    f"rank 0 loads {first.path}, but rank {rank} loads another checkpoint, {other.path}. Decide "
+                    f"rank 0 loads {of_zero.path}, but rank {rank} loads another checkpoint, {other.path}. Decide "
                     f"on rank 0 what to load, and broadcast it."
                 )
-                if other.asked_for != first.asked_for:
+                if other.asked_for != of_zero.asked_for:
                     raise CheckpointMismatch(difference)
-            if other.selection != first.selection:
+            if other.selection != of_zero.selection:
                 raise CheckpointMismatch(
-                    f"rank 0 loads {first.selection[:500]} of {first.path}, but rank {rank} loads "
+                    f"rank 0 loads {of_zero.selection[:500]} of {of_zero.path}, but rank {rank} loads "
                     f"{other.selection[:500]}. Give all ranks the same arguments."
                 )
         return difference
@@ -236,7 +240,7 @@ class Loading:
             allocated: Keys of modules that were on the meta device. Keys that get memory in this call are added.
         """
         step = f"compare {self._path} with the state"
-        matching = Matching(self._path, self.opened, opened, self._strict, False, self._mode)
+        matching = Matching(self._path, self.open(), opened, self._strict, False, self._mode)
 
         def ask() -> list[str] | None:
             for adapter in opened.adapters:
@@ -274,7 +278,7 @@ class Loading:
 
     def _with_unset(self, match: Match, allocated: list[str]) -> Match:
         """Return the match with a warning for memory allocated by this load that it does not fill."""
-        undecided = {join(name, key) for name, want in match.wanted.items() for key in want.undecided}
+        undecided = {join(name, key) for name, want in match.wanted.items() for key in want.left_to_hooks}
         unset = [key for key in allocated if key not in match.targets.keys() | match.deferred.keys() | undecided]
         if not unset:
             return match
@@ -396,13 +400,13 @@ class Loading:
         incompatible: dict[str, Incompatible] = {}
         for adapter in fitted.opened.adapters:
             want = fitted.match.wanted[adapter.name]
-            if want.targets or want.kept or want.empty:
-                filled = want.kept | {
+            if want.targets or want.kept_frozen or want.saved_empty:
+                filled = want.kept_frozen | {
                     key: fitted.targets[join(adapter.name, key)] if target is None else target
                     for key, target in want.targets.items()
                 }
                 if self._mode is LoadMode.FILL:
-                    filled |= want.lacking
+                    filled |= want.missing_tensors
                 # The adapter keeps this function. A reference to the adapter in it would be a cycle that keeps the
                 # objects alive.
                 read = functools.partial(self._read_deferred, adapter.name, fitted.match.stored)

@@ -113,19 +113,19 @@ class Matching:
             self.renames = self._rules({a.name: frozenset(a.names()) for a in adapters if a.name in overlapping})
         for adapter, name in self._names(adapters):
             if isinstance(adapter, ValueAdapter) and name == adapter.name and self._is_plain(adapter):
-                self._take_plain(adapter)
+                self._match_plain(adapter)
             else:
                 key_map, want = self._want(adapter, name)
                 if self.index.left_out:
                     self._keep(adapter, key_map, want)
-                if want.unfit:
-                    self._leave_optimizer(adapter, want, f"{name!r} {want.unfit}")
-                elif isinstance(adapter, OptimizerAdapter) and (want.targets or want.extra or want.unexpected):
+                if want.unusable:
+                    self._leave_optimizer(adapter, want, f"{name!r} {want.unusable}")
+                elif isinstance(adapter, OptimizerAdapter) and (want.targets or want.extra_targets or want.unexpected):
                     self._judge_class(adapter, name, want)
                 self._select(adapter, key_map, want)
                 self.key_maps[adapter.name] = key_map
         wants = self.wanted.values()
-        differs = any(want.missing or want.lacking or want.unexpected or want.extra for want in wants)
+        differs = any(want.missing or want.missing_tensors or want.unexpected or want.extra_targets for want in wants)
         return differs or bool(self.absent or self.warnings or self.idle())
 
     def idle(self) -> frozenset[str]:
@@ -150,7 +150,7 @@ class Matching:
             return False
         return self.index.table.dtype_of(slot) is not None and not self.index.under(f"{adapter.name}.")
 
-    def _take_plain(self, adapter: ValueAdapter) -> None:
+    def _match_plain(self, adapter: ValueAdapter) -> None:
         name, tensor = adapter.name, adapter.value
         accepted = self.accept(name, tensor, None)
         self.wanted[name] = Wanted({"": tensor} if accepted else {})
@@ -223,10 +223,10 @@ class Matching:
                 f"{self.path} has the param groups of {name!r} as a list without names, which cannot be renamed: "
                 f"{adapter.name!r} keeps its own hyper-parameters."
             )
-        if want.unmatched and not key_map.is_renamed and not self._is_about(adapter):
+        if want.prefix_candidates and not key_map.is_renamed and not self._is_about(adapter):
             from dcp_plugin.core.loading.renames import find_prefix  # most loads find equal names
 
-            prefix = find_prefix(want.unmatched, key_map.entries(self.index)[0])
+            prefix = find_prefix(want.prefix_candidates, key_map.entries(self.index)[0])
             if prefix is not None:
                 self.renames = self.renames or self._rules({})
                 here, source = f"{adapter.name}.{prefix[0]}", f"{name}.{prefix[1]}"
@@ -258,7 +258,7 @@ class Matching:
 
     def _leave_optimizer(self, adapter: StateAdapter, want: Wanted, line: str) -> None:
         """Record that an optimizer loads nothing. ``line`` has the reason."""
-        for keys in (want.targets, want.extra, want.missing, want.unexpected, want.lost):
+        for keys in (want.targets, want.extra_targets, want.missing, want.unexpected, want.lost_per_rank):
             keys.clear()
         if self.strict and (self.partial is None or self.partial.missing == "error"):
             way_out = f'PartialLoad(exclude="{adapter.name}.*"), or strict=False, leaves the optimizer as it is'
@@ -285,8 +285,8 @@ class Matching:
     def _select(self, adapter: StateAdapter, key_map: KeyMap, want: Wanted) -> None:
         """Keep the selected targets of an object. Record keys that are left out, and lost per-rank state."""
         report = self.report
-        missing_keys = (*want.missing, *want.undecided, *want.lacking)
-        all_keys = (*want.targets, *want.extra, *missing_keys, *want.lost, *want.for_other_ranks)
+        missing_keys = (*want.missing, *want.left_to_hooks, *want.missing_tensors)
+        all_keys = (*want.targets, *want.extra_targets, *missing_keys, *want.lost_per_rank, *want.per_rank_of_others)
         self.keys += [join(adapter.name, key) for key in all_keys]
         if self.mode is LoadMode.FILL and self.strict:
             want.targets |= want.resized
@@ -295,12 +295,12 @@ class Matching:
             full = join(adapter.name, key)
             if not self.selects(adapter.name, key):
                 report.left_out.append(full)
-            elif self.accept(full, target, want.refused.get(key)):
+            elif self.accept(full, target, want.unfillable.get(key)):
                 chosen[key] = target
                 self.note_stored(full, key_map.stored(want.stored_as.get(key, key)), key in want.stored_as)
-        unselected = (key for key in (*missing_keys, *want.extra) if not self.selects(adapter.name, key))
+        unselected = (key for key in (*missing_keys, *want.extra_targets) if not self.selects(adapter.name, key))
         report.left_out.extend(join(adapter.name, key) for key in unselected)
-        lost = [join(adapter.name, key) for key in want.lost if self.selects(adapter.name, key)]
+        lost = [join(adapter.name, key) for key in want.lost_per_rank if self.selects(adapter.name, key)]
         report.missing.extend(lost)
         if lost:
             self.absent.append(
@@ -316,7 +316,7 @@ class Matching:
         """Have the object keep the parameters that the checkpoint leaves out, if this process has loaded them."""
         kept = {
             key: stored
-            for key in (*want.missing, *want.undecided, *want.lacking)
+            for key in (*want.missing, *want.left_to_hooks, *want.missing_tensors)
             if (stored := key_map.stored(key)) in self.index.left_out and self.selects(adapter.name, key)
         }
         if not kept:
@@ -327,11 +327,11 @@ class Matching:
 
         live = adapter.present()
         # A mapping keeps its other entries by itself.
-        want.kept = {key: live[key] for key in kept if adapter.kind == "module" or key in want.lacking}
+        want.kept_frozen = {key: live[key] for key in kept if adapter.kind == "module" or key in want.missing_tensors}
         want.missing = [key for key in want.missing if key not in kept]
-        want.undecided = [key for key in want.undecided if key not in kept]
-        want.lacking = {key: value for key, value in want.lacking.items() if key not in kept}
-        want.unmatched = []
+        want.left_to_hooks = [key for key in want.left_to_hooks if key not in kept]
+        want.missing_tensors = {key: value for key, value in want.missing_tensors.items() if key not in kept}
+        want.prefix_candidates = []
         full = {join(adapter.name, key): stored for key, stored in kept.items()}
         targets = {join(adapter.name, key): live[key] for key in kept}
         lines = not_loaded(self._opened, full, targets, adapter.module)
