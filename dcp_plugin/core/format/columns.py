@@ -40,7 +40,8 @@ MAPPING_CLASSES: dict[str, Callable[[], dict[Any, Any]]] = {
 }
 """Classes of mappings, by name, that a load restores if a save stores the items of a mapping separately."""
 
-_JOINED = ("place", "frame", "hash")
+ITEM_COLUMNS = ("file", "place", "frame", "hash")
+"""Columns of :class:`Places`. Each is also a column of the index, under the same name."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,7 @@ class Places:
             [name for part in parts for name in part.files],
             # ``first_file`` has one number more than parts: the count of all files.
             np.concatenate([part.file + first for part, first in zip(parts, first_file, strict=False)]),
-            **{name: np.concatenate([getattr(part, name) for part in parts]) for name in _JOINED},
+            **{name: np.concatenate([getattr(part, name) for part in parts]) for name in ITEM_COLUMNS[1:]},
             linkable={name for part in parts for name in part.linkable},
         )
 
