@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from benchmarks._harness import Report, shuffled
@@ -27,6 +27,11 @@ def in_turn(cases: list[Case], repeats: int, run: Callable[[int, Case], None]) -
 
 def show(report: Report, title: str, found: Figures) -> None:
     """Print a table, and keep what is in it for the JSON file."""
+    print_table(title, found)
+    report.note({"title": title, "figures": {name: dict(figures) for name, figures in found.items()}})
+
+
+def print_table(title: str, found: Figures) -> None:
     columns = list(dict.fromkeys(column for figures in found.values() for column in figures))
     rows = [["", *columns]]
     rows += [[name, *(_spread(figures.get(column, [])) for column in columns)] for name, figures in found.items()]
@@ -37,7 +42,16 @@ def show(report: Report, title: str, found: Figures) -> None:
             f"{name:{widths[0]}}"
             + "".join(f"   {cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
         )
-    report.note({"title": title, "figures": {name: dict(figures) for name, figures in found.items()}})
+
+
+def markdown(tables: Mapping[str, Figures]) -> str:
+    """Return one table in Markdown with a row for each figure of all tables."""
+    lines = ["| measured | case | figure | median (least to most) | times |", "|---|---|---|---|---|"]
+    for title, found in tables.items():
+        for case, figures in found.items():
+            for column, values in figures.items():
+                lines.append(f"| {title} | {case} | {column} | {_spread(values)} | {len(values)} |")
+    return "\n".join(lines)
 
 
 def _spread(values: list[float]) -> str:

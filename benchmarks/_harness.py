@@ -292,6 +292,11 @@ class Report:
     def close(self) -> None:
         after = _machine.busy_cores()
         print(f"\n{self._load:.1f} cores busy before, {after:.1f} after; written to {self._out}")
+        self.say(load_after=after)
+        self.write()
+
+    def write(self) -> None:
+        """Write the figures so far, for a benchmark that a time limit may end."""
         self._out.parent.mkdir(parents=True, exist_ok=True)
-        said = {**self._said, "load_after": after, "tables": self._tables}
+        said = {**self._said, "tables": self._tables}
         self._out.write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n")

@@ -39,8 +39,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from benchmarks import _machine
 from dcp_plugin.core.format import index_file
-from dcp_plugin.core.format.columns import Location, Places
-from dcp_plugin.core.format.index import CheckpointIndex
+from dcp_plugin.core.format.index import CheckpointIndex, Location, Places
 from dcp_plugin.core.format.metadata import encode
 from dcp_plugin.core.format.payload import block_size
 from dcp_plugin.core.format.summary import fingerprint

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from dcp_plugin.core.retention import Retention
     from dcp_plugin.core.runs.catalog import latest, list_checkpoints
     from dcp_plugin.core.saving.queue import SaveHandle
-    from dcp_plugin.core.state.per_rank import PerRank
     from dcp_plugin.core.state.random_streams import RandomStreams
     from dcp_plugin.core.storage.stock.stock_load import ShardedLoadPlanner, ShardedReader
     from dcp_plugin.core.storage.stock.stock_save import ShardedSavePlanner, ShardedWriter
+    from dcp_plugin.core.types import PerRank
     from dcp_plugin.start import Start, resolve_resume, resume_or_init
     from dcp_plugin.tools.contents import inspect
     from dcp_plugin.tools.copy import copy
@@ -76,7 +76,7 @@ _HOMES = {
     "dcp_plugin.tools.verify": ("verify",),
     "dcp_plugin.core.options": ("IO", "Keeper"),
     "dcp_plugin.core.partial": ("PartialLoad",),
-    "dcp_plugin.core.state.per_rank": ("PerRank",),
+    "dcp_plugin.core.types": ("PerRank",),
     "dcp_plugin.core.state.random_streams": ("RandomStreams",),
     "dcp_plugin.core.storage.stock.stock_load": ("ShardedLoadPlanner", "ShardedReader"),
     "dcp_plugin.core.storage.stock.stock_save": ("ShardedSavePlanner", "ShardedWriter"),

@@ -23,11 +23,9 @@ from dcp_plugin.core.format.metadata import Aliases, Views
 from dcp_plugin.core.interrupts import collector_paused
 from dcp_plugin.core.loading.load import Loading
 from dcp_plugin.core.loading.matching import LoadMode
-from dcp_plugin.core.media.choice import medium_of
-from dcp_plugin.core.media.places import unpacked
+from dcp_plugin.core.media import medium_of, unpacked
 from dcp_plugin.core.paths import PathLike, Where, as_path
-from dcp_plugin.core.ranks.calls import Call, together
-from dcp_plugin.core.ranks.collectives import Ranks
+from dcp_plugin.core.ranks.collectives import Call, Ranks, together
 from dcp_plugin.core.ranks.groups import RankGroups
 from dcp_plugin.core.records import LiveState, LoadReport, SaveRequest
 from dcp_plugin.core.runs.damage import quarantine_damaged

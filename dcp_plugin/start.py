@@ -36,10 +36,10 @@ from dcp_plugin.core.errors import (
     logger,
     some,
 )
-from dcp_plugin.core.media.choice import locate, medium_of, uncommitted_reason
+from dcp_plugin.core.media import locate, medium_of, uncommitted_reason
 from dcp_plugin.core.partial import PartialLoad
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path, public, resolved
-from dcp_plugin.core.ranks.calls import Call, together
+from dcp_plugin.core.ranks.collectives import Call, together
 from dcp_plugin.core.records import LoadReport
 from dcp_plugin.core.runs import damage, hydra_jobs
 from dcp_plugin.core.runs.catalog import find_newest, sibling_parts, was_published

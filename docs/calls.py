@@ -33,8 +33,7 @@ USED_BY_ALL = {
 }  # fmt: skip
 HELPERS = {
     "loading/__init__.py",
-    "media/choice.py",
-    "media/disk/direct_io.py",
+    "media/__init__.py",
     "media/disk/local_files.py",
     "media/disk/posix.py",
     "media/lease.py",

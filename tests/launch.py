@@ -42,6 +42,10 @@ import pytest
 
 from tests.limits import HANG
 
+# Asks the driver's library for devices: a call of CUDA in the server, by a module that it imports, would spoil it in
+# the ranks ("Cannot re-initialize CUDA in forked subprocess").
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOAD = [
     "torch._dynamo",

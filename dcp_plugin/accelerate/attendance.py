@@ -35,7 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dcp_plugin.accelerate import _accelerate
 from dcp_plugin.core.paths import Where, resolved
-from dcp_plugin.core.ranks.calls import Call
+from dcp_plugin.core.ranks.collectives import Call
 from dcp_plugin.core.ranks.meeting import within_timeout
 from dcp_plugin.core.tensors._torch import default_store
 

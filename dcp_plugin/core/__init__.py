@@ -29,10 +29,9 @@ The records between stages are in :mod:`~dcp_plugin.core.records`. ``ranks/`` le
 finds, judges and deletes the checkpoints of a folder. ``tensors/`` has what differs between kinds of tensors.
 
 The packages of frameworks import these modules, and no others: ``config``, ``errors``, ``events``, ``partial``,
-``paths``, ``ranks.calls``, ``ranks.collectives``, ``ranks.meeting``, ``records``, ``runs.catalog``, ``runs.damage``,
-``runs.deletion``, ``runs.foreign``, ``runs.scan``, ``saving.queue``, ``sources``, ``staging.guard``, ``state``,
-``state.random_streams``, ``tensors._torch`` and ``types``. The keeper, the tools and ``integration/`` extend the core,
-and import what they need.
+``paths``, ``ranks.collectives``, ``ranks.meeting``, ``records``, ``runs.catalog``, ``runs.damage``, ``runs.deletion``,
+``runs.foreign``, ``runs.scan``, ``saving.queue``, ``sources``, ``staging.guard``, ``state``, ``state.random_streams``,
+``tensors._torch`` and ``types``. The keeper, the tools and ``integration/`` extend the core, and import what they need.
 """
 
 from __future__ import annotations

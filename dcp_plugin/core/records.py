@@ -40,13 +40,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcp_plugin.core.errors import as_html, size, some
-from dcp_plugin.core.format.columns import Places
-from dcp_plugin.core.format.index import CheckpointIndex
+from dcp_plugin.core.format.index import CheckpointIndex, KeyPath, Places
 from dcp_plugin.core.format.summary import Summary
-from dcp_plugin.core.media.medium import Readable
+from dcp_plugin.core.media import Readable
 from dcp_plugin.core.paths import Where
-from dcp_plugin.core.ranks.calls import Call
-from dcp_plugin.core.types import Flat, KeyPath, Shape, ShardedValue, Wanted, public_class
+from dcp_plugin.core.types import Flat, ShardedValue, Wanted, public_class
 
 if TYPE_CHECKING:
     import torch
@@ -57,8 +55,9 @@ if TYPE_CHECKING:
     from dcp_plugin.core.planning.global_plan import GlobalPlan, Share
     from dcp_plugin.core.planning.local_inventory import LocalInventory
     from dcp_plugin.core.planning.replicas import LocalReplicas
+    from dcp_plugin.core.ranks.collectives import Call
 
-Box = tuple[Shape, Shape]
+Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Begin and end of a part of a tensor, in each dimension; ``((), ())`` for no part at all."""
 
 Shards = Mapping[str, Mapping[str, Box]]
@@ -166,9 +165,9 @@ class NewItem(NamedTuple):
 
     key: str
     data: torch.Tensor | WholeItem | bytes
-    offsets: Shape = ()
+    offsets: tuple[int, ...] = ()
     """Offsets of the box in the tensor."""
-    sizes: Shape = ()
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -328,9 +327,9 @@ class BoxRead(NamedTuple):
     """Number of the chunk among those of all keys."""
     target: torch.Tensor
     """A tensor of the shape of the box, on this rank."""
-    offsets: Shape
+    offsets: tuple[int, ...]
     """Offsets of the box in the chunk."""
-    sizes: Shape
+    sizes: tuple[int, ...]
     fills_tensor: bool = False
     """True if this rank wants the complete tensor, of which the box may be a part."""
 

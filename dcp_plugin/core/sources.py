@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dcp_plugin import core
 from dcp_plugin.core.config import CheckpointConfig
-from dcp_plugin.core.media.medium import Readable
+from dcp_plugin.core.media import Readable
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.types import CheckpointState
 

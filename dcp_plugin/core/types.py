@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 VERSION = "0.1.0"
 """Version of this package, recorded in each checkpoint."""
 
-Shape = tuple[int, ...]
-
 C = TypeVar("C", bound=type)
 
 
@@ -44,8 +42,8 @@ def public_class(package: str = "dcp_plugin") -> Callable[[C], C]:
 class LocalChunk(NamedTuple):
     """A box of a global tensor on this rank: ``tensor`` has shape ``sizes`` and starts at ``offsets``."""
 
-    offsets: Shape
-    sizes: Shape
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
     tensor: torch.Tensor
 
 
@@ -53,7 +51,7 @@ class LocalChunk(NamedTuple):
 class ShardedValue:
     """One rank's view of a global tensor: shape, dtype, and the chunks that the rank holds, possibly none."""
 
-    shape: Shape
+    shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: tuple[LocalChunk, ...]
     any_rank: bool = False
@@ -109,11 +107,6 @@ class EncodedValue:
 
 Flat = dict[str, "ShardedValue | EncodedValue"]
 """State by key. The state layer passes it to staging, and staging passes it to planning."""
-
-KeyPath = tuple[Any, ...]
-"""Path of a key in the nested state. A step is a ``str`` for a mapping key, an ``int`` for a list index, ``("t", i)``
-for a tuple index, or ``("k", key)`` for a mapping key that is not text. A key of any type in a mapping class other than
-``dict`` is ``(name, key)``, with the class's name in :data:`~dcp_plugin.core.format.columns.MAPPING_CLASSES`."""
 
 
 @dataclass
@@ -174,6 +167,69 @@ class Wanted:
     """The reason why an optimizer cannot use the stored state at all; empty if it can."""
     tolerated: str = ""
     """The meaning of missing and unexpected keys, for a warning, if they are no error."""
+
+
+@public_class()
+class PerRank:
+    """Value of the state that differs between ranks, such as the random state or the position in the data.
+
+    Without this mark all ranks get the value of rank 0 back. With it each rank saves and loads its own value, under
+    ``<name>.<rank>``. Every rank has to mark the value. A rank without an entry in the checkpoint raises
+    :class:`~dcp_plugin.CheckpointMismatch` in a ``load``, and keeps its value with a warning in a ``resume_or_init``.
+    The loaders and samplers of torchdata need no mark: their state is the position of one rank in the data.
+
+    Args:
+        value: A tensor, a plain value, an object with a ``state_dict``, or a mapping of these. Modules and optimizers
+            are refused.
+
+    Example:
+        >>> import dcp_plugin, torch
+        >>> state = {"extra": dcp_plugin.PerRank({"rng": torch.get_rng_state(), "batch": (1, 2)})}
+        >>> dcp_plugin.save(state, "run/step-1")
+        >>> dcp_plugin.inspect("run/step-1").values
+        ['extra.0.batch']
+        >>> state = {"extra": dcp_plugin.PerRank({"rng": torch.get_rng_state(), "batch": None})}
+        >>> _ = dcp_plugin.load(state, "run/step-1")
+        >>> state["extra"].value["batch"]
+        (1, 2)
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        """Value of this rank; after a load, the loaded one. Tensors and objects are filled in place."""
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
+
+class OfEachRank:
+    """Base class of objects that differ between ranks without a mark. A rank without an entry in the checkpoint loads
+    the entry of rank 0, from which the object derives its own state."""
+
+
+@dataclass(frozen=True)
+class RankEntry:
+    """Place of a value that differs between ranks."""
+
+    above: str
+    """Name that the entries of all ranks share."""
+    below: str
+    """Name of the object in the value of a rank; empty if the value is the object."""
+    rank: int
+    world_size: int
+    is_position: bool
+    """True if the value is a position in the data, which is valid only on the same number of ranks."""
+    is_derived: bool = False
+    """True if a rank without an entry loads that of rank 0."""
+
+    @property
+    def shared_name(self) -> str:
+        """Name of the object in a checkpoint that has one value for all ranks."""
+        return f"{self.above}.{self.below}" if self.below else self.above
+
+    def name_on(self, rank: int) -> str:
+        """Return the name of the object of ``rank``."""
+        return f"{self.above}.{rank}.{self.below}" if self.below else f"{self.above}.{rank}"
 
 
 @public_class("dcp_plugin.tools")

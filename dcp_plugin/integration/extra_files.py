@@ -21,11 +21,9 @@ from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointError, Checkpoin
 from dcp_plugin.core.format import DAMAGED, DATA_SUFFIX, METADATA, PACKED, exists, has_traces, is_own, read
 from dcp_plugin.core.format.foreign.detect import META as META
 from dcp_plugin.core.format.packed import token_in
-from dcp_plugin.core.media.choice import locate, medium_of
-from dcp_plugin.core.media.choice import uncommitted_reason as uncommitted_reason
-from dcp_plugin.core.media.medium import Readable
+from dcp_plugin.core.media import Readable, files_below, locate, medium_of, snapshot, unpacked
+from dcp_plugin.core.media import uncommitted_reason as uncommitted_reason
 from dcp_plugin.core.media.packed_view import PackedFiles
-from dcp_plugin.core.media.places import files_below, snapshot, unpacked
 from dcp_plugin.core.paths import Where, on_file_system
 from dcp_plugin.core.sources import SourceFiles
 from dcp_plugin.core.storage.open import open_files

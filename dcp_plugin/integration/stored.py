@@ -22,8 +22,7 @@ import torch
 from torch import nn
 
 from dcp_plugin.core.errors import UnsafeCheckpoint, some
-from dcp_plugin.core.format.columns import MAPPING_CLASSES
-from dcp_plugin.core.format.index import Entry, Location, StoredTensor, StoredValue
+from dcp_plugin.core.format.index import MAPPING_CLASSES, Entry, Location, StoredTensor, StoredValue
 from dcp_plugin.core.format.keys import flatten, of_class_of
 from dcp_plugin.core.format.keys import holds_sharded as holds_sharded
 from dcp_plugin.core.format.values import encode as encode

@@ -20,7 +20,6 @@ Rank 0 reports a save to the log and the loggers, in the training's thread, when
 
 from __future__ import annotations
 
-import logging
 import warnings
 import weakref
 from collections import deque
@@ -35,7 +34,7 @@ from torch import nn
 
 from dcp_plugin.checkpointer import Checkpointer, Internals
 from dcp_plugin.core.config import CheckpointConfig, fields_in_signature, has_local_tier
-from dcp_plugin.core.errors import CheckpointError, size
+from dcp_plugin.core.errors import CheckpointError, logger, size
 from dcp_plugin.core.events import SaveFinished
 from dcp_plugin.core.partial import PartialLoad
 from dcp_plugin.core.paths import PathLike, Where, as_path
@@ -50,8 +49,6 @@ from dcp_plugin.lightning import layout
 from dcp_plugin.lightning.layout import Checkpoint, ForStock
 from dcp_plugin.lightning.live_load import open_directories, read_full
 from dcp_plugin.start import Start, StartOptions
-
-logger = logging.getLogger("dcp_plugin")
 
 in_existence: weakref.WeakSet[DCPCheckpointIO] = weakref.WeakSet()
 """Plugins of this process. In a process without plugins, no Trainer needs the callback."""
@@ -308,9 +305,9 @@ class DCPCheckpointIO(Saver):
         """Notify loggers of a checkpoint only when it is published, until the teardown. Some loggers upload the files
         at the paths of a ``ModelCheckpoint``, and would miss those of an unfinished save."""
         self._held_back = list(loggers)
-        for logger in loggers:
-            if "after_save_checkpoint" not in vars(logger):
-                logger.after_save_checkpoint = _WhenPublished(logger.after_save_checkpoint, self.post_commit)
+        for observer in loggers:
+            if "after_save_checkpoint" not in vars(observer):
+                observer.after_save_checkpoint = _WhenPublished(observer.after_save_checkpoint, self.post_commit)
 
     def _report(self, event: SaveFinished) -> None:
         """Report the cost of a published save to the log and the loggers, on rank 0."""
@@ -442,9 +439,9 @@ class DCPCheckpointIO(Saver):
             checkpointer, self._checkpointer = self._checkpointer, None
             self.post_commit.settle()
             self.post_commit.follow(None)
-            for logger in self._held_back:
-                if isinstance(vars(logger).get("after_save_checkpoint"), _WhenPublished):
-                    del logger.after_save_checkpoint
+            for observer in self._held_back:
+                if isinstance(vars(observer).get("after_save_checkpoint"), _WhenPublished):
+                    del observer.after_save_checkpoint
             self._held_back, self.on_saved, self._asked = [], None, None
             if checkpointer is not None:
                 checkpointer.close()

@@ -77,7 +77,6 @@ from dcp_plugin.core.state import (
     without_wrappers,
 )
 from dcp_plugin.core.tensors._torch import DTensor, is_tensor, sharded_value
-from dcp_plugin.core.types import KeyPath
 from dcp_plugin.integration.extra_files import META, load_torch_file
 from dcp_plugin.integration.lightning_packages import has_base
 from dcp_plugin.integration.stored import (
@@ -97,7 +96,7 @@ from dcp_plugin.integration.stored import (
 )
 from dcp_plugin.lightning import _lightning
 
-ForStock = tuple[dict[str, tuple[str, KeyPath]], Callable[[Path], None]]
+ForStock = tuple[dict[str, tuple[str, tuple[Any, ...]]], Callable[[Path], None]]
 """Additions with which stock Lightning resumes from a checkpoint: aliases of keys, and a writer of ``meta.pt``."""
 
 Checkpoint = dict[str, Any]
@@ -504,7 +503,7 @@ def add_for_stock(strategy: Any, checkpoint: Checkpoint, state: dict[str, Any]) 
         state: Its stored form, see :func:`to_state`.
     """
     model = next((name for base, name in MODEL_NAMES.items() if has_base(type(strategy), base)), None)
-    aliases: dict[str, tuple[str, KeyPath]] = {}
+    aliases: dict[str, tuple[str, tuple[Any, ...]]] = {}
     if model not in (None, MODEL):
         aliases = {f"{MODEL}.{key}": (f"{model}.{key}", (model, key)) for key in state.get(MODEL, ())}
     for number, name in enumerate(among(OPTIM, state)):

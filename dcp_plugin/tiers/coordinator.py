@@ -33,10 +33,9 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from dcp_plugin.core import events
 from dcp_plugin.core.errors import CheckpointError, DurabilityUnknown, SaveFailed, logger
 from dcp_plugin.core.format import INDEX, index_file
-from dcp_plugin.core.format.columns import Places
-from dcp_plugin.core.format.index import CheckpointIndex
+from dcp_plugin.core.format.index import CheckpointIndex, Places
 from dcp_plugin.core.format.summary import fingerprint
-from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.paths import Where, resolved
 from dcp_plugin.core.ranks.collectives import Attempt
 from dcp_plugin.core.runs import deletion, figures

@@ -26,7 +26,7 @@ from dcp_plugin.core.retention import Retention
 from dcp_plugin.core.storage.part_writer import Facts
 from dcp_plugin.core.storage.stock.stock_save import items_of
 from dcp_plugin.core.tensors.host_memory import host_bytes
-from dcp_plugin.core.types import EncodedValue, Flat, Shape, ShardedValue
+from dcp_plugin.core.types import EncodedValue, Flat, ShardedValue
 from dcp_plugin.tiers.local_checkpoints import Record
 from dcp_plugin.tiers.plain import CLASSES
 from dcp_plugin.tiers.spool import Spool
@@ -102,7 +102,7 @@ class Items:
             yield NewItem(item.index.fqn, data, *box)
 
 
-def _is_box(tensor: torch.Tensor, value: ShardedValue | EncodedValue, sizes: Shape) -> bool:
+def _is_box(tensor: torch.Tensor, value: ShardedValue | EncodedValue, sizes: tuple[int, ...]) -> bool:
     """Return whether a tensor has the shape and the dtype of the plan."""
     return isinstance(value, ShardedValue) and value.dtype == tensor.dtype and sizes == tuple(tensor.shape)
 

@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from dcp_plugin.core.config import CheckpointConfig
 from dcp_plugin.core.errors import CheckpointError, NoSharedMemory, RankFailure, SaveFailed, logger
-from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.paths import Where, on_file_system, resolved
 from dcp_plugin.core.ranks.collectives import Attempt, Ranks
 from dcp_plugin.core.saving.queue import SaveQueue

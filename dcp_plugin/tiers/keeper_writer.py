@@ -10,7 +10,6 @@ save, but not by the next save: ranks learn of it at different times, and the tr
 
 from __future__ import annotations
 
-import logging
 import shutil
 import tempfile
 import threading
@@ -24,14 +23,12 @@ from pathlib import Path
 
 from dcp_plugin.core import events
 from dcp_plugin.core.config import CheckpointConfig, has_local_tier
-from dcp_plugin.core.errors import CheckpointError, NoSharedMemory, SaveFailed
+from dcp_plugin.core.errors import CheckpointError, NoSharedMemory, SaveFailed, logger
 from dcp_plugin.core.interrupts import collector_paused
-from dcp_plugin.core.media.choice import medium_of
-from dcp_plugin.core.media.places import add_files
+from dcp_plugin.core.media import add_files, medium_of
 from dcp_plugin.core.paths import Where, options_of
 from dcp_plugin.core.planning.save import in_table_order
-from dcp_plugin.core.ranks.calls import together
-from dcp_plugin.core.ranks.collectives import Attempt, Ranks
+from dcp_plugin.core.ranks.collectives import Attempt, Ranks, together
 from dcp_plugin.core.ranks.groups import RankGroups, of_default_group
 from dcp_plugin.core.records import LiveState, SavePlan, SaveRequest, Spent, StagedState
 from dcp_plugin.core.runs import figures
@@ -50,8 +47,6 @@ from dcp_plugin.tiers.keeper_client import KeeperClient
 from dcp_plugin.tiers.local_checkpoints import new_token, path_of, time_of
 from dcp_plugin.tiers.node import copy_tree
 from dcp_plugin.tiers.wire import KeeperLost
-
-logger = logging.getLogger("dcp_plugin")
 
 _LOOK_SECONDS = 0.5
 """Seconds between two checks whether the training has stopped waiting."""

@@ -30,9 +30,8 @@ from pathlib import Path, PurePosixPath
 
 from dcp_plugin.core.format import json_object
 from dcp_plugin.core.format.summary import with_hash
-from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media import WORKSPACE, medium_of, workspace_in, workspaces_in
 from dcp_plugin.core.media.disk import posix
-from dcp_plugin.core.media.places import WORKSPACE, workspace_in, workspaces_in
 from dcp_plugin.core.paths import Where, as_path, resolved
 
 NODE = "dcp_plugin.node"

@@ -20,11 +20,9 @@ from pathlib import Path
 
 from dcp_plugin.core.errors import SaveFailed
 from dcp_plugin.core.format import DATA_SUFFIX
-from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media import CannotLink, DataFile, Medium, add_files, medium_of
 from dcp_plugin.core.media.disk import posix
 from dcp_plugin.core.media.disk.local_files import LocalFiles, identity_of
-from dcp_plugin.core.media.medium import CannotLink, DataFile, Medium
-from dcp_plugin.core.media.places import add_files
 from dcp_plugin.core.paths import Where, as_path, on_file_system, resolved, with_options
 from dcp_plugin.core.storage.part_writer import PartWriter
 from dcp_plugin.core.storage.published import comparisons_below

@@ -25,7 +25,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
-from dcp_plugin.core.errors import CheckpointError, NoSharedMemory, SaveFailed
+from dcp_plugin.core.errors import CheckpointError, NoSharedMemory, SaveFailed, logger
 from dcp_plugin.core.media.disk import posix
 from dcp_plugin.core.paths import Where, as_path
 from dcp_plugin.core.ranks.collectives import Attempt
@@ -38,8 +38,6 @@ from dcp_plugin.tiers.node import Node
 from dcp_plugin.tiers.server import Server
 from dcp_plugin.tiers.spool import Spool
 from dcp_plugin.tiers.wire import NO_ADDRESS, Address, Channel, connect, own_address
-
-logger = logging.getLogger("dcp_plugin")
 
 _TICK = 0.5
 """Seconds between two checks whether the keeper is still needed."""
@@ -286,6 +284,5 @@ def _ask_keeper(address: Address, key: bytes, what: str, *args: Any) -> Attempt[
 def _log_to(path: Path) -> None:
     handler = RotatingFileHandler(path, maxBytes=_MOST_LOG, backupCount=1)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    root = logging.getLogger("dcp_plugin")
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)

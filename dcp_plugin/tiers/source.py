@@ -17,8 +17,8 @@ from pathlib import Path
 from dcp_plugin.core.config import CheckpointConfig
 from dcp_plugin.core.errors import CheckpointError, CheckpointNotFound, logger, some
 from dcp_plugin.core.format.summary import Summary
+from dcp_plugin.core.media import Readable
 from dcp_plugin.core.media.disk.local_files import LocalFiles
-from dcp_plugin.core.media.medium import Readable
 from dcp_plugin.core.paths import Where, as_path, on_file_system, resolved
 from dcp_plugin.core.ranks.collectives import Ranks
 from dcp_plugin.core.sources import Source, SourceFiles

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from dcp_plugin.core.format import INDEX, SUMMARY
 from dcp_plugin.core.format.packed import position_of
-from dcp_plugin.core.media.medium import RangedFile, RawRanges, Readable, first_bytes
+from dcp_plugin.core.media import RangedFile, RawRanges, Readable, first_bytes
 from dcp_plugin.tiers.wire import Address, connect
 
 logger = logging.getLogger("dcp_plugin")

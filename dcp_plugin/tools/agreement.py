@@ -13,10 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dcp_plugin.core.format.columns import NO_TENSOR, Column
-from dcp_plugin.core.format.index import CheckpointIndex
+from dcp_plugin.core.format.index import NO_TENSOR, CheckpointIndex, Column
 from dcp_plugin.core.interrupts import collector_paused
-from dcp_plugin.core.types import Shape
 
 VALUE = "value"
 """Stand-in for the dtype of a key that is no tensor."""
@@ -31,7 +29,7 @@ class Signature(NamedTuple):
 
     dtype: str
     """The name of the dtype; :data:`VALUE` for a key that is no tensor."""
-    shape: Shape
+    shape: tuple[int, ...]
     layout: bytes
     """Boxes and sizes of the chunks. Keys of one layout have hashes of the same ranges."""
     hashes: bytes | None

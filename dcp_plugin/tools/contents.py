@@ -20,13 +20,12 @@ import numpy as np
 from xxhash import xxh3_64_hexdigest
 
 from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointIncomplete, as_html, size, some
-from dcp_plugin.core.format.columns import NO_TENSOR, KeyColumns
-from dcp_plugin.core.format.index import Entry, StoredChunk, StoredTensor, StoredValue
+from dcp_plugin.core.format.index import NO_TENSOR, Entry, KeyColumns, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.core.interrupts import collector_paused
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.core.records import OpenCheckpoint
 from dcp_plugin.core.storage.open import check_files, open_checkpoint
-from dcp_plugin.core.types import Shape, public_class
+from dcp_plugin.core.types import public_class
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +44,7 @@ class TensorInfo(NamedTuple):
     """A tensor of a checkpoint, as :func:`dcp_plugin.inspect` lists it. A checkpoint may have a million."""
 
     key: str
-    shape: Shape
+    shape: tuple[int, ...]
     dtype: str
     chunks: int
     nbytes: int
@@ -194,7 +193,7 @@ def _listed(table: KeyColumns) -> tuple[list[TensorInfo], list[str]]:
 class TensorKind(NamedTuple):
     """The shape and dtype of a tensor."""
 
-    shape: Shape
+    shape: tuple[int, ...]
     dtype: str
     nbytes: int
 
@@ -240,7 +239,7 @@ def tree(info: CheckpointInfo, fold: bool = True) -> list[Node]:
         >>> model.name, model.nbytes, folded.name, folded.last, folded.times, folded.nbytes
         ('model.layers', 864, '0', '2', 3, 288)
     """
-    numbers: dict[tuple[Shape, str, int], int] = {}
+    numbers: dict[tuple[tuple[int, ...], str, int], int] = {}
     kinds = [numbers.setdefault((t.shape, t.dtype, t.nbytes), len(numbers)) for t in info.tensors]
     kinds += [_VALUE] * len(info.values)
     keys = [*(tensor.key for tensor in info.tensors), *info.values]
@@ -313,9 +312,9 @@ class ChunkInfo:
     """The place of a part of a tensor, or of a value, in a file."""
 
     key: str
-    offsets: Shape
+    offsets: tuple[int, ...]
     """The first element of the part, in each dimension of the tensor."""
-    sizes: Shape
+    sizes: tuple[int, ...]
     file: str
     offset: int
     """The first byte of the item in its file."""
@@ -366,7 +365,7 @@ class TensorStats:
     none, or if torch cannot compute them."""
 
     key: str
-    shape: Shape
+    shape: tuple[int, ...]
     dtype: str
     low: float | int | None = None
     """The smallest number; for complex numbers, the smallest absolute value."""

@@ -26,9 +26,8 @@ from dcp_plugin.core.errors import (
     some,
 )
 from dcp_plugin.core.format import has_traces
-from dcp_plugin.core.media.choice import locate, medium_of
+from dcp_plugin.core.media import is_workspace, locate, medium_of, tree
 from dcp_plugin.core.media.copies import copy_target
-from dcp_plugin.core.media.places import is_workspace, tree
 from dcp_plugin.core.paths import (
     PathLike,
     StorageOptions,

@@ -21,7 +21,7 @@ from dcp_plugin.core.errors import CheckpointMismatch, UnsafeCheckpoint, as_html
 from dcp_plugin.core.format.index import StoredTensor
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where
 from dcp_plugin.core.storage.reader import CheckpointReader
-from dcp_plugin.core.types import Shape, public_class
+from dcp_plugin.core.types import public_class
 from dcp_plugin.tools import stream
 from dcp_plugin.tools.agreement import VALUE, Signature, paired, signatures
 from dcp_plugin.tools.amounts import Amount, difference, differences, equal, short
@@ -39,8 +39,8 @@ class Reshaped:
     """A key whose tensors have different shapes."""
 
     key: str
-    old: Shape
-    new: Shape
+    old: tuple[int, ...]
+    new: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class ChangedTensor:
     """A tensor whose bytes differ; dtype and shape are the same."""
 
     key: str
-    shape: Shape
+    shape: tuple[int, ...]
     dtype: str
     nbytes: int
     decided: Literal["checksums", "bytes"]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from dcp_plugin.core.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, as_html, damage_in, some
-from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.core.runs.scan import Scan
 from dcp_plugin.core.storage.reader import CheckpointReader

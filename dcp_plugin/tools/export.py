@@ -24,11 +24,10 @@ import torch
 
 from dcp_plugin.core.errors import CheckpointError, SaveFailed, as_html, one_line, size, some
 from dcp_plugin.core.format.index import StoredTensor
-from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.media.output import Output, exists, has_appeared, output_at
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path
-from dcp_plugin.core.ranks.calls import Call, together
-from dcp_plugin.core.ranks.collectives import Ranks
+from dcp_plugin.core.ranks.collectives import Call, Ranks, together
 from dcp_plugin.core.ranks.groups import of_default_group
 from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.types import public_class

@@ -16,9 +16,7 @@ from typing import Any, Literal
 from dcp_plugin.core.errors import CheckpointError, CheckpointUnreadable
 from dcp_plugin.core.format import DAMAGED, SUMMARY, exists, uncommitted_reason
 from dcp_plugin.core.format.summary import OtherFormat, Summary
-from dcp_plugin.core.media.choice import medium_of
-from dcp_plugin.core.media.medium import Medium, Readable
-from dcp_plugin.core.media.places import is_workspace
+from dcp_plugin.core.media import Medium, Readable, is_workspace, medium_of
 from dcp_plugin.core.media.usage import Usage
 from dcp_plugin.core.media.usage import usage as usage_of
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path

@@ -13,9 +13,7 @@ from typing import Any, Literal, cast
 
 from dcp_plugin.core.errors import CheckpointError, as_html, size
 from dcp_plugin.core.format import DAMAGED, SUMMARY, exists
-from dcp_plugin.core.media.choice import medium_of
-from dcp_plugin.core.media.medium import Leftover
-from dcp_plugin.core.media.places import workspace_of
+from dcp_plugin.core.media import Leftover, medium_of, workspace_of
 from dcp_plugin.core.media.usage import Usage
 from dcp_plugin.core.media.usage import usage as usage_of
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path, links_in, resolved

@@ -21,13 +21,13 @@ from dcp_plugin.core.errors import CheckpointMismatch, UnsafeCheckpoint, first_l
 from dcp_plugin.core.format.index import StoredTensor
 from dcp_plugin.core.format.payload import padded
 from dcp_plugin.core.format.values import decode_tensor
-from dcp_plugin.core.media.medium import PAGE
+from dcp_plugin.core.media import PAGE
 from dcp_plugin.core.partial import matches
 from dcp_plugin.core.planning.load_balance import BoxPart
 from dcp_plugin.core.planning.reads import ReadPlanner, decoded
 from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.tensors.host_memory import host_bytes, memory_view
-from dcp_plugin.core.types import LocalChunk, Shape, ShardedValue
+from dcp_plugin.core.types import LocalChunk, ShardedValue
 
 WINDOW = 64 << 20
 """Size of each of the two windows, in bytes."""
@@ -180,8 +180,8 @@ class Part:
     """A box of a stored tensor to be read, and the dtype that its elements are converted to."""
 
     key: str
-    offsets: Shape
-    sizes: Shape
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod

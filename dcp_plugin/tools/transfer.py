@@ -31,11 +31,9 @@ from dcp_plugin.core.format import INDEX, METADATA, SUMMARY, index_file, json_ob
 from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.metadata import with_renamed_files
 from dcp_plugin.core.format.summary import Summary, fingerprint, with_hash
-from dcp_plugin.core.media.choice import locate, medium_of
+from dcp_plugin.core.media import CannotLink, DataFile, Medium, RangedFile, Readable, locate, medium_of, tree
 from dcp_plugin.core.media.copies import copy_target
-from dcp_plugin.core.media.medium import CannotLink, DataFile, Medium, RangedFile, Readable
 from dcp_plugin.core.media.packed_view import PackedFiles
-from dcp_plugin.core.media.places import tree
 from dcp_plugin.core.paths import Where, on_file_system
 from dcp_plugin.core.records import OpenCheckpoint
 from dcp_plugin.core.storage.open import check_files, open_checkpoint

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dcp_plugin as dcp
-from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.paths import Where
 from tests import programs
 from tests.compare import assert_same, full_state

@@ -17,7 +17,7 @@ from tests.places import names_in
 @on_ranks(1)
 def test_a_project_in_a_store_leaves_no_local_trace(tmp_path: Path) -> None:
     """``memory://``, which frameworks see too."""
-    from dcp_plugin.core.media.choice import medium_of
+    from dcp_plugin.core.media import medium_of
     from dcp_plugin.core.paths import as_path
     from tests.accelerate import training as t
 

@@ -170,7 +170,7 @@ def run(entry: TensorEntry, place: str, tool: Tool, trace: Trace) -> None:
     for seed, act in ((1, tool.save), (2, tool.load)):
         torch.manual_seed(seed)
         tensor = entry.make()
-        state, look = _put(place, tensor)
+        state, look = put(place, tensor)
         if seed == 1:
             trace.see("tensor", look(), look())
             right = trace.right["values"]
@@ -179,7 +179,7 @@ def run(entry: TensorEntry, place: str, tool: Tool, trace: Trace) -> None:
         trace.see("tensor", look())
 
 
-def _put(place: str, tensor: torch.Tensor) -> tuple[dict[str, Any], Callable[[], Any]]:
+def put(place: str, tensor: torch.Tensor) -> tuple[dict[str, Any], Callable[[], Any]]:
     if place == "value":
         state: dict[str, Any] = {"it": tensor}
         return state, lambda: state["it"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dcp_plugin as dcp
-from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.paths import Where
 from tests.compare import assert_same
 from tests.launch import on_ranks

@@ -9,7 +9,7 @@ import fsspec
 import pytest
 import torch
 
-from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.paths import Where, as_path
 from tests import launch, programs
 from tests.compare import assert_same, weights_of

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.media.places import WORKSPACE
 from dcp_plugin.core.paths import Where, as_path
 from dcp_plugin.core.runs import figures

@@ -48,7 +48,7 @@ def test_last_is_the_newest_that_can_be_loaded_and_never_a_training_from_scratch
     from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
     from dcp_plugin import CheckpointNotFound
-    from dcp_plugin.core.media.choice import medium_of
+    from dcp_plugin.core.media import medium_of
     from dcp_plugin.core.paths import as_path
     from tests.lightning import training as t
 

@@ -11,7 +11,7 @@ HERE = Path(__file__).parents[1]
 CLOCKS = {
     *("tests.launch", "tests.slowness", "tests.conformance.launching", "tests.conformance.__main__"),
     *("tests.faults.fuzz", "tests.faults.in_keeper.sitecustomize", "tests.faults.soak", "tests.faults.stores"),
-    *("tests.faults.keepers", "tests.tiers.test_keeper"),
+    *("tests.faults.keepers", "tests.tiers.test_keeper", "tests.limits"),
 }
 """They end ranks that hang, make delays, tell how long a case took, go on for so many minutes, and look again and again
 at what a process does that nobody can wait for."""

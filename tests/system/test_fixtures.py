@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as stock
 
 import dcp_plugin as dcp
-from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.media.disk import posix
 from dcp_plugin.core.media.places import workspace_of
 from dcp_plugin.core.paths import Where, as_path

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import dcp_plugin as dcp
 from dcp_plugin import events
 from dcp_plugin.checkpointer import Internals
-from dcp_plugin.core.ranks import calls, rank_group
+from dcp_plugin.core.ranks import collectives, rank_group
 from tests.dying import lose
 from tests.launch import on_ranks
 from tests.messages import refusal
@@ -129,7 +129,7 @@ def test_links_that_each_host_resolves_in_its_own_way_are_one_path(tmp_path: Pat
     def of_this_host(path: Path) -> Path:
         return Path(f"/mnt/host-{dist.get_rank()}{path}")
 
-    calls.resolved = of_this_host  # as with an automounter
+    collectives.resolved = of_this_host  # as with an automounter
     ours = dcp.Checkpointer(timeout=TIMEOUT)
     for step in (1, 2):
         ours.save(_state(step), tmp_path / "ck", step=step)
@@ -231,7 +231,7 @@ class _Log(logging.Handler):
 
 def _logged_while(late: int, call: Callable[[], object], calls_again: bool = True) -> list[str]:
     """What this rank logs while rank ``late`` comes to a call only when somebody has logged something."""
-    calls.REPORT_AFTER = 0.1
+    collectives.REPORT_AFTER = 0.1
     gate = RankGate(f"logged while {late} is late")
     log = _Log(gate)
     logging.getLogger("dcp_plugin").addHandler(log)
@@ -310,7 +310,7 @@ def test_the_error_at_the_timeout_has_the_same_sentence(tmp_path: Path, absent: 
 
 @on_ranks(2)
 def test_a_rank_that_takes_long_to_write_is_not_asked_whether_it_saves(tmp_path: Path) -> None:
-    calls.REPORT_AFTER = 0.05
+    collectives.REPORT_AFTER = 0.05
     ours, gate = dcp.Checkpointer(timeout=TIMEOUT), RankGate("rank 0 has waited")
     log = _Log(RankGate("never"))
     logging.getLogger("dcp_plugin").addHandler(log)
@@ -320,10 +320,10 @@ def test_a_rank_that_takes_long_to_write_is_not_asked_whether_it_saves(tmp_path:
         if dist.get_rank() == 1 and isinstance(event, events.SaveStarted):
             gate()
 
-    def and_open(self: rank_group.RankGroup, works: Any, call: calls.Call, missing: Any) -> None:
+    def and_open(self: rank_group.RankGroup, works: Any, call: collectives.Call, missing: Any) -> None:
         if call.has_met and self.rank == 0:  # rank 0 waits for what rank 1 has written
             with suppress(RuntimeError):
-                threading.Timer(10 * calls.REPORT_AFTER, gate.open).start()
+                threading.Timer(10 * collectives.REPORT_AFTER, gate.open).start()
         wait_for(self, works, call, missing)
 
     events.subscribe(written)

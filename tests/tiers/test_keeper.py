@@ -35,7 +35,7 @@ import dcp_plugin as dcp
 from dcp_plugin import events
 from dcp_plugin.core.errors import NoSharedMemory
 from dcp_plugin.core.format.summary import Summary
-from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.paths import Where, as_path, options_of, resolved
 from dcp_plugin.core.saving.queue import RunningSave
 from dcp_plugin.core.storage import part_writer

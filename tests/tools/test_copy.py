@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import dcp_plugin as dcp
-from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.media.disk.local_files import LocalFiles
 from dcp_plugin.core.media.places import WORKSPACE, tree
 from dcp_plugin.core.paths import Where, as_path

@@ -20,7 +20,6 @@ import numpy as np
 
 from dcp_plugin.core.errors import CheckpointMismatch
 from dcp_plugin.core.format.payload import block_counts, padded
-from dcp_plugin.core.types import KeyPath, Shape
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +38,11 @@ MAPPING_CLASSES: dict[str, Callable[[], dict[Any, Any]]] = {
     **{f"defaultdict of {name}": functools.partial(defaultdict, factory) for name, factory in FACTORIES.items()},
 }
 """Classes of mappings, by name, that a load restores if a save stores the items of a mapping separately."""
+
+KeyPath = tuple[Any, ...]
+"""Path of a key in the nested state. A step is a ``str`` for a mapping key, an ``int`` for a list index, ``("t", i)``
+for a tuple index, or ``("k", key)`` for a mapping key that is not text. A key of any type in a mapping class other than
+``dict`` is ``(name, key)``, with the class's name in :data:`MAPPING_CLASSES`."""
 
 ITEM_COLUMNS = ("file", "place", "frame", "hash")
 """Columns of :class:`Places`. Each is also a column of the index, under the same name."""
@@ -121,7 +125,7 @@ class KeyColumns:
         itemsizes[: len(self.dtypes)] = [itemsize_named(name) for name in self.dtypes]
         return itemsizes
 
-    def shape_of(self, slot: int) -> Shape:
+    def shape_of(self, slot: int) -> tuple[int, ...]:
         return tuple(self.columns["shape"][self.shape_starts[slot] : self.shape_starts[slot + 1]].tolist())
 
     @functools.cached_property
@@ -135,7 +139,7 @@ class KeyColumns:
             nbytes[slots] *= product(self.columns["shape"][self.shape_starts[slots][:, None] + np.arange(ndim)])
         return nbytes
 
-    def shapes_of(self, slots: Column) -> list[Shape]:
+    def shapes_of(self, slots: Column) -> list[tuple[int, ...]]:
         """Return the shapes of many keys at once."""
         # One gather and one tolist() for all keys, then slices of a list: numpy calls for each key would cost more.
         ndim = self.columns["ndim"][slots].astype(np.int64)
@@ -402,7 +406,7 @@ def order_of(*columns: Column) -> Column:
     return np.lexsort(tuple(small)[::-1])
 
 
-def filled_rows(rows: Sequence[Shape], width: int, fill: int) -> Column:
+def filled_rows(rows: Sequence[tuple[int, ...]], width: int, fill: int) -> Column:
     """Return tuples of up to ``width`` numbers as one array, padded with ``fill``."""
     # A mask selects the places that have a number, and one assignment fills them in order: no loop over the tuples.
     array = np.full((len(rows), width), fill, np.int64)

@@ -11,9 +11,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from dcp_plugin.core.format.columns import NO_TENSOR, Column, KeyColumns, Location, Places, ranges, unusual_paths
+from dcp_plugin.core.format.columns import (
+    NO_TENSOR,
+    Column,
+    KeyColumns,
+    KeyPath,
+    Location,
+    Places,
+    ranges,
+    unusual_paths,
+)
 from dcp_plugin.core.format.index import CheckpointIndex, Entry, StoredValue
-from dcp_plugin.core.types import KeyPath
 
 
 def index_of(

@@ -22,33 +22,52 @@ import numpy as np
 from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint, some
 from dcp_plugin.core.format.columns import (
     ITEM_COLUMNS,
+    MAPPING_CLASSES,
     NO_TENSOR,
     ROWS_IN_CACHE,
     Column,
     KeyColumns,
+    KeyPath,
     Location,
     Places,
+    default_path,
     in_any,
     order_of,
     partitioned,
     product,
     totals,
+    unusual_paths,
 )
-from dcp_plugin.core.types import KeyPath, Shape
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.checkpoint.metadata import StorageMeta
 
-__all__ = ["CheckpointIndex", "Entry", "Location", "StoredChunk", "StoredTensor", "StoredValue"]
+__all__ = [
+    "MAPPING_CLASSES",
+    "NO_TENSOR",
+    "CheckpointIndex",
+    "Column",
+    "Entry",
+    "KeyColumns",
+    "KeyPath",
+    "Location",
+    "Places",
+    "StoredChunk",
+    "StoredTensor",
+    "StoredValue",
+    "default_path",
+    "places_of",
+    "unusual_paths",
+]
 
 
 @dataclass(frozen=True)
 class StoredChunk:
     """Box of a stored tensor, and the item that holds it."""
 
-    offsets: Shape
-    sizes: Shape
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
     location: Location
 
 
@@ -74,7 +93,7 @@ class _Chunks(Sequence[StoredChunk]):
 @dataclass(frozen=True)
 class StoredTensor:
     dtype: torch.dtype
-    shape: Shape
+    shape: tuple[int, ...]
     chunks: Sequence[StoredChunk]
 
     @property
@@ -131,7 +150,7 @@ class CheckpointIndex(Mapping[str, Entry]):
 
         Only stock checkpoints have such items.
         """
-        self.strides: dict[str, Shape] = {}
+        self.strides: dict[str, tuple[int, ...]] = {}
         """Strides of the tensors that are not row-major, by key. Only ``torch.save`` files have such tensors."""
         self.values_here: dict[str, Any] = {}
         """Values that were read with the index, by key. Only ``torch.save`` files have such values."""

@@ -35,11 +35,10 @@ from safetensors.numpy import load as load_columns
 from safetensors.numpy import save as save_columns
 
 from dcp_plugin.core.errors import CheckpointCorrupt, damage_in
-from dcp_plugin.core.format.columns import MAPPING_CLASSES, NO_TENSOR, Column, KeyColumns, itemsize_named
+from dcp_plugin.core.format.columns import MAPPING_CLASSES, NO_TENSOR, Column, KeyColumns, KeyPath, itemsize_named
 from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.payload import block_counts
 from dcp_plugin.core.format.summary import INDEX_VERSION, check_index_version, fingerprint
-from dcp_plugin.core.types import KeyPath
 
 _OPTIONAL = ("left_out", "rounded", "empty", "beside")
 """Columns of JSON text, of which an index has those with content."""

@@ -27,11 +27,10 @@ import numpy as np
 import torch
 
 from dcp_plugin.core.errors import CheckpointMismatch
-from dcp_plugin.core.format.columns import MAPPING_CLASSES, default_path
+from dcp_plugin.core.format.columns import MAPPING_CLASSES, KeyPath, default_path
 from dcp_plugin.core.format.pickles.walk import FEW
 from dcp_plugin.core.format.values import PLAIN, mapping_class
 from dcp_plugin.core.tensors._torch import DTensor, ShardedTensor, is_tensor
-from dcp_plugin.core.types import KeyPath, Shape
 
 Walks = Callable[[str, Any], bool]
 """Rule that returns whether the container of a key is walked (True) or is one value (False)."""
@@ -385,7 +384,7 @@ class LocalSlot:
 
     slot: str
     rank: int
-    box: tuple[Shape, Shape]
+    box: tuple[tuple[int, ...], tuple[int, ...]]
     """Begin and end of the part of the parameter, in each dimension."""
 
     def __str__(self) -> str:

@@ -33,10 +33,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_plugin.core.format import METADATA
-from dcp_plugin.core.format.columns import NO_TENSOR, Column
-from dcp_plugin.core.format.index import CheckpointIndex
+from dcp_plugin.core.format.index import NO_TENSOR, CheckpointIndex, Column, KeyPath
 from dcp_plugin.core.tensors._torch import StorageInfo
-from dcp_plugin.core.types import KeyPath, Shape
 
 
 def as_stock_knows_it(index: CheckpointIndex) -> CheckpointIndex:
@@ -67,7 +65,9 @@ def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
     keys = np.array([memo.number(key, _text) for key in table.keys], np.uint32)
     files = np.array([memo.number(name, _text) for name in index.file_names], np.uint32)
     dtype_numbers, shapes = table.columns["dtype"].tolist(), table.shapes_of(np.arange(len(table.keys)))
-    around_chunks: dict[tuple[int, Shape], tuple[bytes, bytes]] = {}  # many keys have the same dtype and shape
+    around_chunks: dict[
+        tuple[int, tuple[int, ...]], tuple[bytes, bytes]
+    ] = {}  # many keys have the same dtype and shape
     is_value = table.columns["dtype"] == NO_TENSOR
     state: list[tuple[bytes | memoryview, ...]] = [()] * len(table.keys)
     storage: list[memoryview] = []
@@ -112,7 +112,7 @@ def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
     return b"".join((b"\x80\x04", memo.definitions, *cast(list[bytes], content), b"."))
 
 
-def _around_chunks(memo: _Memo, dtype: torch.dtype | None, shape: Shape) -> tuple[bytes, bytes]:
+def _around_chunks(memo: _Memo, dtype: torch.dtype | None, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
     """Return the bytes before and after the records of a key's chunks; a value that is no tensor has none after."""
     if dtype is None:
         return memo.joined(BytesStorageMetadata), b""

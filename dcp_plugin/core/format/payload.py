@@ -32,7 +32,6 @@ from xxhash import xxh3_64, xxh3_64_digest, xxh3_64_intdigest
 
 from dcp_plugin.core.format import torch_archive
 from dcp_plugin.core.format.torch_archive import BEHIND, Record
-from dcp_plugin.core.types import Shape
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +107,7 @@ _PLACES, _PLACE = 8, 128  # samples of a tensor, and bytes of each
 
 def hashes_of(tensors: Sequence[torch.Tensor], threads: int) -> list[bytes]:
     """Return the row of hashes of the bytes of each tensor in row-major order."""
-    from dcp_plugin.core.tensors.host_memory import Rings
+    from dcp_plugin.core.tensors.host_memory import Rings, device_of_thread
 
     if sum(tensor.nbytes for tensor in tensors) < _WORTH_THREADS:
         threads = 1
@@ -127,7 +126,7 @@ def hashes_of(tensors: Sequence[torch.Tensor], threads: int) -> list[bytes]:
     if threads == 1:
         work(0)
     else:
-        with ThreadPoolExecutor(threads, thread_name_prefix="dcp-hash") as pool:
+        with ThreadPoolExecutor(threads, "dcp-hash", device_of_thread()) as pool:
             list(pool.map(work, range(threads)))
     return hashes
 
@@ -198,7 +197,7 @@ def padded(length: _Number) -> _Number:
     return length + -length % ALIGNMENT
 
 
-def frame_if_possible(dtype: torch.dtype, shape: Shape) -> Frame | None:
+def frame_if_possible(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame | None:
     """Return the frame; None for a tensor that torch stores in another form."""
     try:
         return frame(dtype, shape)
@@ -207,7 +206,7 @@ def frame_if_possible(dtype: torch.dtype, shape: Shape) -> Frame | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def frame(dtype: torch.dtype, shape: Shape) -> Frame:
+def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
     """Return the frame of a contiguous CPU tensor of this dtype and shape.
 
     Raises:

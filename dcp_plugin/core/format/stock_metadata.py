@@ -23,15 +23,13 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointUnreadable, UnsafeCheckpoint, damage_in
 from dcp_plugin.core.format import METADATA, Files, read
-from dcp_plugin.core.format.columns import NO_TENSOR, Column, KeyColumns, Places, unusual_paths
-from dcp_plugin.core.format.index import CheckpointIndex
+from dcp_plugin.core.format.index import NO_TENSOR, CheckpointIndex, Column, KeyColumns, KeyPath, Places, unusual_paths
 from dcp_plugin.core.format.pickles.metadata_nodes import columns_of, fields, items_of, kind_of, state_of
 from dcp_plugin.core.format.pickles.nodes import Name, Node, nodes_of
 from dcp_plugin.core.format.pickles.unpickler import Accepted, Use
 from dcp_plugin.core.format.pickles.walk import Refused, Walk
 from dcp_plugin.core.interrupts import collector_paused
 from dcp_plugin.core.tensors._torch import transforms_of
-from dcp_plugin.core.types import KeyPath
 
 _MOST_DIMENSIONS = 64
 _MOST_PARTS = 256

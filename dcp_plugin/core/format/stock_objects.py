@@ -20,11 +20,18 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_plugin.core.format.columns import KeyColumns
-from dcp_plugin.core.format.index import CheckpointIndex, Entry, Location, StoredChunk, StoredTensor, StoredValue
+from dcp_plugin.core.format.index import (
+    CheckpointIndex,
+    Entry,
+    KeyColumns,
+    KeyPath,
+    Location,
+    StoredChunk,
+    StoredTensor,
+    StoredValue,
+)
 from dcp_plugin.core.format.metadata import as_stock_knows_it, stock_path
 from dcp_plugin.core.tensors._torch import StorageInfo
-from dcp_plugin.core.types import KeyPath
 
 
 def state_metadata(table: KeyColumns) -> dict[str, Any]:

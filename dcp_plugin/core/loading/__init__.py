@@ -16,11 +16,9 @@ from weakref import WeakSet
 
 from torch import nn
 
-from dcp_plugin.core.format.columns import default_path
-from dcp_plugin.core.format.index import CheckpointIndex, Entry
+from dcp_plugin.core.format.index import CheckpointIndex, Entry, KeyPath, default_path
 from dcp_plugin.core.format.keys import join
 from dcp_plugin.core.paths import Where
-from dcp_plugin.core.types import KeyPath
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from dcp_plugin.core.partial import PartialLoad
 from dcp_plugin.core.paths import PathLike, Where, as_path
 from dcp_plugin.core.ranks.collectives import Ranks
 from dcp_plugin.core.records import LoadReport, Match
-from dcp_plugin.core.types import Shape
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class PlannedItem:
     key: str
     stored: str
     """Key in the checkpoint."""
-    shape: Shape | None
+    shape: tuple[int, ...] | None
     """Shape of the tensor; None for a value that is no tensor."""
     dtype: str
     """Dtype in the checkpoint; empty for a value."""

@@ -10,7 +10,6 @@ before the first byte of a target is overwritten, and a single error names all m
 from __future__ import annotations
 
 import functools
-import logging
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dcp_plugin.core.config import CheckpointConfig
-from dcp_plugin.core.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, first, printable, some, warn
+from dcp_plugin.core.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    first,
+    logger,
+    printable,
+    some,
+    warn,
+)
 from dcp_plugin.core.format.keys import join
 from dcp_plugin.core.format.values import encode, is_plain
 from dcp_plugin.core.loading import MOST_REMEMBERED, LoadedPart, loaded_parts
@@ -40,8 +48,6 @@ if TYPE_CHECKING:
     from dcp_plugin.core.loading.differences import Differences
     from dcp_plugin.core.partial import PartialLoad
     from dcp_plugin.core.state.across_ranks import Answer, Union
-
-logger = logging.getLogger("dcp_plugin")
 
 
 _MOST_TRIES = 20

@@ -31,7 +31,7 @@ from dcp_plugin.core.types import LocalChunk, ShardedValue, Wanted
 
 if TYPE_CHECKING:
     from dcp_plugin.core.loading.renames import Renames
-    from dcp_plugin.core.state.per_rank import RankEntry
+    from dcp_plugin.core.types import RankEntry
 
 
 class LoadMode(Enum):

@@ -36,9 +36,9 @@ from dcp_plugin.core.records import OpenCheckpoint
 from dcp_plugin.core.storage.open import open_checkpoint
 from dcp_plugin.core.tensors._torch import is_meta, is_tensor, sharded_value
 from dcp_plugin.core.tensors.host_memory import finish_device_work
-from dcp_plugin.core.types import Flat, Shape, ShardedValue
+from dcp_plugin.core.types import Flat, ShardedValue
 
-_Shards = frozenset[tuple[torch.dtype, Shape, Shape, bytes]]
+_Shards = frozenset[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bytes]]
 """Dtype, offsets, sizes and hash of each chunk of a tensor on this rank."""
 
 
@@ -173,7 +173,7 @@ def _tied_to(names: Mapping[str, str], state: Flat) -> dict[str, str]:
     return {key: first[ties.get(key, key)] for key in state if key not in names and ties.get(key, key) in first}
 
 
-def _boxes(value: ShardedValue) -> set[tuple[torch.dtype, Shape, Shape]]:
+def _boxes(value: ShardedValue) -> set[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]]:
     return {(value.dtype, chunk.offsets, chunk.sizes) for chunk in value.chunks}
 
 
@@ -181,7 +181,7 @@ def _shards_of(tensors: Mapping[str, ShardedValue], threads: int = 2) -> dict[st
     chunks = [(key, value.dtype, chunk) for key, value in tensors.items() for chunk in value.chunks]
     finish_device_work(chunk.tensor for _, _, chunk in chunks)
     hashes = hashes_of([chunk.tensor for _, _, chunk in chunks], threads)
-    shards: dict[str, list[tuple[torch.dtype, Shape, Shape, bytes]]] = {key: [] for key in tensors}
+    shards: dict[str, list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bytes]]] = {key: [] for key in tensors}
     for (key, dtype, chunk), digest in zip(chunks, hashes, strict=True):
         shards[key].append((dtype, chunk.offsets, chunk.sizes, digest))
     return {key: frozenset(of_key) for key, of_key in shards.items()}

@@ -21,13 +21,12 @@ from functools import partial
 from torch import nn
 
 from dcp_plugin.core.errors import CheckpointMismatch, some
-from dcp_plugin.core.format.index import CheckpointIndex, Entry
+from dcp_plugin.core.format.index import CheckpointIndex, Entry, KeyPath
 from dcp_plugin.core.format.keys import join
 from dcp_plugin.core.loading import KeyMap, path_below
 from dcp_plugin.core.partial import PATTERN, PartialLoad
 from dcp_plugin.core.state.adapters import StateAdapter
 from dcp_plugin.core.state.names import CleanNames, unwrapped
-from dcp_plugin.core.types import KeyPath
 
 Prefixes = tuple[tuple[str, str], ...]
 """Pairs of prefixes: of keys relative to an object, and of full keys in the checkpoint. Longest first; the last pair

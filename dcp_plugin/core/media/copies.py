@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from dcp_plugin.core.format import DATA_SUFFIX, METADATA, PACKED, packed
-from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.media.medium import Medium, NewFile, Readable, Reservation
 from dcp_plugin.core.media.places import tree
 from dcp_plugin.core.paths import ObjectPath, Where

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.media.medium import Medium, NewFile, Reservation, ignore
 from dcp_plugin.core.media.objects.client import client_of
 from dcp_plugin.core.paths import ObjectPath, Where, is_link

@@ -22,6 +22,7 @@ from dcp_plugin.core.format.columns import (
     NO_TENSOR,
     Column,
     KeyColumns,
+    KeyPath,
     flat_start,
     in_all,
     in_cache,
@@ -34,7 +35,7 @@ from dcp_plugin.core.format.columns import (
 from dcp_plugin.core.format.payload import MAX_PAYLOAD
 from dcp_plugin.core.planning.local_inventory import Description, LocalInventory
 from dcp_plugin.core.ranks.collectives import pack, unpack
-from dcp_plugin.core.types import KeyPath, Standing
+from dcp_plugin.core.types import Standing
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from dcp_plugin.core.format.columns import Column, product, ranges
-from dcp_plugin.core.types import Shape
 
 MIN_SPLIT = 1 << 18
 """Boxes of fewer bytes are not cut: an item costs about as much as writing 100 KiB."""
@@ -54,8 +53,8 @@ class HeldBoxes:
 class BoxPart:
     """A part of a box, contiguous in its memory: all sizes before the first cut dimension are 1."""
 
-    offsets: Shape
-    sizes: Shape
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
     itemsize: int
 
     @property

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp_plugin.core.format.columns import NO_TENSOR, Column, filled_rows, unusual_paths
+from dcp_plugin.core.format.columns import NO_TENSOR, Column, KeyPath, filled_rows, unusual_paths
 from dcp_plugin.core.format.keys import as_stored
 from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS, memory_of
-from dcp_plugin.core.types import EncodedValue, Flat, KeyPath, LocalChunk, Shape, ShardedValue, Standing
+from dcp_plugin.core.types import EncodedValue, Flat, LocalChunk, ShardedValue, Standing
 
-OfKey = tuple[torch.dtype | None, Shape, bool, bool, Sequence[Sequence[Any]]]
+OfKey = tuple[torch.dtype | None, tuple[int, ...], bool, bool, Sequence[Sequence[Any]]]
 """A rank's entry under a key, a tuple because a state has thousands of entries. Its elements: the dtype (None for a
 value that is no tensor), the shape, ``any_rank`` (every holder may write it), ``stored_whole`` (its chunks must not be
 cut), and the chunks. A chunk starts with offsets and sizes."""

@@ -24,7 +24,7 @@ from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.planning.save import part_of
 from dcp_plugin.core.records import LARGEST_CHUNK, BoxRead, ReadPlan
 from dcp_plugin.core.tensors.host_memory import is_plain_memory
-from dcp_plugin.core.types import LocalChunk, Shape, ShardedValue
+from dcp_plugin.core.types import LocalChunk, ShardedValue
 
 
 class ReadPlanner:
@@ -144,11 +144,11 @@ class Overlap(NamedTuple):
     """Number of the target's chunk."""
     stored: int
     """Number of the stored chunk among those of its key."""
-    stored_offsets: Shape
+    stored_offsets: tuple[int, ...]
     """Offsets of the stored chunk."""
-    offsets: Shape
+    offsets: tuple[int, ...]
     """Offsets of the common box, in the tensor."""
-    sizes: Shape
+    sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class StoredLayout:
 
     dtype: torch.dtype | None
     """None for a value that is no tensor."""
-    shape: Shape
+    shape: tuple[int, ...]
     offsets: Column
     sizes: Column
 
@@ -250,7 +250,9 @@ def overlaps_of(name: str, target: ShardedValue, layout: StoredLayout) -> Iterat
             yield from layout.overlaps(name, here, chunk)
 
 
-def _intersection(chunk: LocalChunk, offsets: list[int], sizes: list[int]) -> tuple[Shape, Shape] | None:
+def _intersection(
+    chunk: LocalChunk, offsets: list[int], sizes: list[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Return the offsets and lengths of the box that two boxes share, or None. Boxes without dimensions share their
     element."""
     begins = tuple(map(max, chunk.offsets, offsets))

@@ -28,14 +28,14 @@ from dcp_plugin.core.paths import Where
 from dcp_plugin.core.planning.local_inventory import LocalInventory
 from dcp_plugin.core.ranks.collectives import name_of
 from dcp_plugin.core.tensors.host_memory import bytes_at
-from dcp_plugin.core.types import Flat, LocalChunk, Shape
+from dcp_plugin.core.types import Flat, LocalChunk
 
 _SAMPLES = 4
 """Number of elements of a chunk that are compared."""
 _GOLDEN = 0x9E3779B97F4A7C15
 """Odd number near 2**64 divided by the golden ratio. Its multiples are spread evenly."""
 
-Place = tuple[str, Shape]
+Place = tuple[str, tuple[int, ...]]
 """Key and offsets of a chunk."""
 Samples = dict[Place, tuple[float, ...]]
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
@@ -159,8 +159,11 @@ def _read(tensors: Sequence[torch.Tensor], places: Column, elements: Numbers, ro
     for at, tensor in enumerate(tensors):
         of_device.setdefault(tensor.device, []).append(at)
     for members in of_device.values():
-        read = torch.cat([_elements_of(tensors[at], places[at].tolist()) for at in members]).cpu()
-        elements[rows[members]] = _as_numbers(read).reshape(len(members), -1)
+        dtype = tensors[members[0]].dtype
+        # torch.cat knows few of the dtypes of one byte on a device
+        plain = [tensors[at].view(torch.uint8) if dtype.itemsize == 1 else tensors[at] for at in members]
+        read = torch.cat([_elements_of(each, places[at].tolist()) for each, at in zip(plain, members, strict=True)])
+        elements[rows[members]] = _as_numbers(read.cpu().view(dtype)).reshape(len(members), -1)
 
 
 def _elements_of(tensor: torch.Tensor, places: list[int]) -> torch.Tensor:

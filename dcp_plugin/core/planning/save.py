@@ -38,7 +38,7 @@ from dcp_plugin.core.ranks.collectives import Ranks, pack, unpack
 from dcp_plugin.core.records import NewItem, RankPlan
 from dcp_plugin.core.tensors._torch import is_tensor, sharded_value
 from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS, is_stored_whole, narrowed
-from dcp_plugin.core.types import EncodedValue, Flat, LocalChunk, Shape, ShardedValue, Standing
+from dcp_plugin.core.types import EncodedValue, Flat, LocalChunk, ShardedValue, Standing
 
 if TYPE_CHECKING:
     from dcp_plugin.core.planning.replicas import LocalReplicas
@@ -111,7 +111,9 @@ def _standing(leaf: Any) -> Standing:
     return Standing.EMPTY if is_empty else Standing.HOLDS
 
 
-def part_of(key: str, chunk: LocalChunk, offsets: Shape, sizes: Shape, stored_whole: bool) -> torch.Tensor:
+def part_of(
+    key: str, chunk: LocalChunk, offsets: tuple[int, ...], sizes: tuple[int, ...], stored_whole: bool
+) -> torch.Tensor:
     """Return the part of a chunk inside a box; for a complete chunk its tensor, because not every class can narrow.
 
     Args:

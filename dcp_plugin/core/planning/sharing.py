@@ -31,7 +31,6 @@ from dcp_plugin.core.ranks.collectives import Ranks
 from dcp_plugin.core.records import BoxRead, ReadPlan
 from dcp_plugin.core.tensors.host_memory import host_bytes, is_plain_memory
 from dcp_plugin.core.tensors.kinds import is_stored_whole
-from dcp_plugin.core.types import Shape
 
 _WINDOW = 32 << 20
 """Bytes of a window, which is also the buffer memory that a rank may need."""
@@ -226,7 +225,7 @@ def _cut(read: _Read, nbytes: int) -> tuple[_Read, _Read | None]:
     return _part_of(read, begin, first_sizes), _part_of(read, behind, other_sizes)
 
 
-def _part_of(read: _Read, offsets: Shape, sizes: Shape) -> _Read:
+def _part_of(read: _Read, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> _Read:
     target = read.box.target[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
     part = read.box._replace(target=target, offsets=tuple(map(add, read.box.offsets, offsets)), sizes=sizes)
     return read._replace(box=part)

@@ -26,8 +26,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from dcp_plugin.core.errors import RankFailure, first_line, some
-from dcp_plugin.core.ranks import calls
-from dcp_plugin.core.ranks.calls import current_call
+from dcp_plugin.core.ranks import collectives
+from dcp_plugin.core.ranks.collectives import current_call
 from dcp_plugin.core.tensors._torch import default_store
 
 T = TypeVar("T")
@@ -130,7 +130,7 @@ class _Meeting:
             return
         if come == self._size:
             store.compare_set(end, "", _ALL.decode())
-        if not self._has_ended(min(deadline, time.monotonic() + calls.REPORT_AFTER)):
+        if not self._has_ended(min(deadline, time.monotonic() + collectives.REPORT_AFTER)):
             self._report()
         if not self._has_ended(deadline):
             missing = self._missing(self._size - store.add(f"{self._key}/come", 0))

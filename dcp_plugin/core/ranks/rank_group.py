@@ -4,9 +4,9 @@ The group is a gloo group of its own, so that a background save cannot interfere
 timeout detects a rank that died or hangs; :class:`RankFailure` then names the step.
 
 A ``combine`` has three exchanges. First, each rank sends rank 0 a digest of 8 bytes for its call
-(:class:`~dcp_plugin.core.ranks.calls.Call`), and rank 0 answers if all are equal. Then each rank sends its result, or
-its failure as a value. Last, rank 0 combines the results and sends the outcome to all. If the digests differ, all ranks
-raise a :class:`CheckpointMismatch` that names two different calls.
+(:class:`~dcp_plugin.core.ranks.collectives.Call`), and rank 0 answers if all are equal. Then each rank sends its
+result, or its failure as a value. Last, rank 0 combines the results and sends the outcome to all. If the digests
+differ, all ranks raise a :class:`CheckpointMismatch` that names two different calls.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ import torch.distributed as dist
 
 from dcp_plugin.core import errors
 from dcp_plugin.core.errors import CheckpointError, CheckpointMismatch, RankFailure, first_line, some
-from dcp_plugin.core.ranks.calls import Call, current_call, together, verb_of
-from dcp_plugin.core.ranks.collectives import Attempt, Ranks, by_text, name_of
+from dcp_plugin.core.ranks.collectives import Attempt, Call, Ranks, by_text, current_call, name_of, together, verb_of
 from dcp_plugin.core.ranks.meeting import meet
 from dcp_plugin.core.tensors.host_memory import host_bytes
 

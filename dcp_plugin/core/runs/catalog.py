@@ -18,8 +18,7 @@ from dcp_plugin.core.config import CheckpointConfig
 from dcp_plugin.core.errors import CheckpointError, CheckpointNotFound, CheckpointUnreadable, logger, some, warn
 from dcp_plugin.core.format import SUMMARY, exists
 from dcp_plugin.core.format.summary import OtherFormat
-from dcp_plugin.core.media.choice import medium_of
-from dcp_plugin.core.media.places import is_workspace
+from dcp_plugin.core.media import is_workspace, medium_of
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path, public
 from dcp_plugin.core.runs.foreign import RESUMABLE, Saved
 from dcp_plugin.core.runs.scan import Patience, Scan, age_of, cannot_read

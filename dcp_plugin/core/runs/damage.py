@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointUnreadable, logger
 from dcp_plugin.core.format import DAMAGED, exists
-from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.paths import PathLike, Where, as_path
 from dcp_plugin.core.storage.published import read_summary
 

@@ -13,10 +13,17 @@ from typing import Any
 
 from dcp_plugin.core.errors import CheckpointError, logger
 from dcp_plugin.core.format import has_traces
-from dcp_plugin.core.media.choice import medium_of, uncommitted_reason
-from dcp_plugin.core.media.medium import Listed, Medium
+from dcp_plugin.core.media import (
+    Listed,
+    Medium,
+    is_workspace,
+    medium_of,
+    other_format_at,
+    refuse_to_replace_other_format,
+    snapshot,
+    uncommitted_reason,
+)
 from dcp_plugin.core.media.packed_view import time_from_names
-from dcp_plugin.core.media.places import is_workspace, other_format_at, refuse_to_replace_other_format, snapshot
 from dcp_plugin.core.paths import PathLike, Where, as_path, is_link
 from dcp_plugin.core.retention import Retention
 from dcp_plugin.core.runs.catalog import step_in_name

@@ -28,10 +28,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from dcp_plugin.core import events
 from dcp_plugin.core.format import json_object
-from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media import Readable, medium_of, workspace_in, workspace_of, workspaces_in
 from dcp_plugin.core.media.disk import posix
-from dcp_plugin.core.media.medium import Readable
-from dcp_plugin.core.media.places import workspace_in, workspace_of, workspaces_in
 from dcp_plugin.core.paths import Where, on_file_system, place_of
 
 if TYPE_CHECKING:

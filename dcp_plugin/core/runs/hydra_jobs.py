@@ -26,8 +26,7 @@ from typing import Any
 
 from dcp_plugin.core.errors import CheckpointMismatch, logger, some, unreadable
 from dcp_plugin.core.format import json_object
-from dcp_plugin.core.media.choice import medium_of
-from dcp_plugin.core.media.places import workspace_in, workspaces_in
+from dcp_plugin.core.media import medium_of, workspace_in, workspaces_in
 from dcp_plugin.core.paths import PathLike, Where, as_path, resolved
 
 SUFFIX = ".job"

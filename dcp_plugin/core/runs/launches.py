@@ -9,9 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from dcp_plugin.core.errors import CheckpointMismatch
-from dcp_plugin.core.media.choice import medium_of
-from dcp_plugin.core.media.medium import Listed
-from dcp_plugin.core.media.places import is_workspace, workspaces_in
+from dcp_plugin.core.media import Listed, is_workspace, medium_of, workspaces_in
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.ranks.launcher import Launch
 from dcp_plugin.core.storage.published import summary_if_readable

@@ -26,10 +26,8 @@ from typing import Any, TypeVar
 from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointError, CheckpointUnreadable, damage_in, unreadable
 from dcp_plugin.core.format import has_traces, uncommitted_reason
 from dcp_plugin.core.format.summary import OtherFormat
-from dcp_plugin.core.media.choice import locate, medium_of
-from dcp_plugin.core.media.medium import Listed, Readable
+from dcp_plugin.core.media import Listed, Readable, is_workspace, locate, medium_of, snapshot
 from dcp_plugin.core.media.packed_view import time_from_names
-from dcp_plugin.core.media.places import is_workspace, snapshot
 from dcp_plugin.core.paths import Where, is_link
 from dcp_plugin.core.runs.foreign import Saved, in_order, saved_as_files, saved_as_folder
 from dcp_plugin.core.storage.published import in_one_view, summary_in

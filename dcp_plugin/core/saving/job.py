@@ -21,7 +21,6 @@ cases need more meetings:
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -30,9 +29,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from dcp_plugin.core import events
 from dcp_plugin.core.config import CheckpointConfig
-from dcp_plugin.core.errors import CheckpointError, RankFailure, SaveFailed
-from dcp_plugin.core.format.columns import Places
-from dcp_plugin.core.format.index import CheckpointIndex
+from dcp_plugin.core.errors import CheckpointError, RankFailure, SaveFailed, logger
+from dcp_plugin.core.format.index import CheckpointIndex, Places
 from dcp_plugin.core.format.summary import plain_metrics
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.planning.local_inventory import Holdings, LocalInventory
@@ -71,8 +69,6 @@ if TYPE_CHECKING:
     from dcp_plugin.core.planning.replicas import Drift, Samples
     from dcp_plugin.core.saving.selection import KeySelection
     from dcp_plugin.core.state.across_ranks import RankLocal
-
-logger = logging.getLogger("dcp_plugin")
 
 
 class SavePipeline:

@@ -14,7 +14,6 @@ in different orders, so its call is refused. A callback of a save that would wai
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import sys
 import threading
@@ -23,14 +22,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from dcp_plugin.core import events
-from dcp_plugin.core.errors import CheckpointError, SaveFailed
+from dcp_plugin.core.errors import CheckpointError, SaveFailed, logger
 from dcp_plugin.core.interrupts import interrupts_held
 from dcp_plugin.core.paths import Where
-from dcp_plugin.core.ranks.calls import Call, together
+from dcp_plugin.core.ranks.collectives import Call, together
 from dcp_plugin.core.tensors._torch import before_threads_end
+from dcp_plugin.core.tensors.host_memory import device_of_thread
 from dcp_plugin.core.types import public_class
-
-logger = logging.getLogger("dcp_plugin")
 
 THREAD = "dcp-save"
 
@@ -395,11 +393,12 @@ class SaveQueue:
             in_keeper: True if the save goes on without this process after the handover.
             on_start: Called when the save is entered into :attr:`handles`, while SIGINT is held back.
         """
-        returning = threading.Event()
+        returning, take_device = threading.Event(), device_of_thread()
 
         def run() -> None:
             returning.wait(0.1)  # else the thread takes the GIL while thread.start() waits for it
             try:
+                take_device()
                 with together(call):
                     event = save()
                 handle.set_published(event)

@@ -14,8 +14,7 @@ from collections.abc import Callable
 
 from dcp_plugin.core.config import CheckpointConfig
 from dcp_plugin.core.errors import CheckpointMismatch
-from dcp_plugin.core.ranks.calls import Call, together
-from dcp_plugin.core.ranks.collectives import Ranks
+from dcp_plugin.core.ranks.collectives import Call, Ranks, together
 
 _APART_SECONDS = 60.0
 """Maximal seconds between two meetings."""

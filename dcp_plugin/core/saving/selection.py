@@ -11,7 +11,6 @@ of all ranks.
 from __future__ import annotations
 
 import difflib
-import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,15 +18,13 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from dcp_plugin.core.config import CheckpointConfig
-from dcp_plugin.core.errors import MAX_CANDIDATES, CheckpointMismatch, some
+from dcp_plugin.core.errors import MAX_CANDIDATES, CheckpointMismatch, logger, some
 from dcp_plugin.core.format.summary import Base
 from dcp_plugin.core.loading.origins import Origin, origins_of, was_loaded
 from dcp_plugin.core.paths import Where, resolved
 from dcp_plugin.core.ranks.collectives import Attempt, Ranks, pack, unpack
 from dcp_plugin.core.runs.catalog import step_in_name
 from dcp_plugin.core.types import Flat, ShardedValue
-
-logger = logging.getLogger("dcp_plugin")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ live objects to the published checkpoint, in the order in which they run.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,10 +14,9 @@ from pathlib import Path
 from typing import Protocol
 
 from dcp_plugin.core.config import CheckpointConfig
-from dcp_plugin.core.errors import is_terminal
+from dcp_plugin.core.errors import is_terminal, logger
 from dcp_plugin.core.interrupts import collector_paused
-from dcp_plugin.core.media.choice import medium_of
-from dcp_plugin.core.media.places import add_files
+from dcp_plugin.core.media import add_files, medium_of
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.ranks.collectives import Attempt, Ranks
 from dcp_plugin.core.ranks.groups import RankGroups
@@ -27,8 +25,6 @@ from dcp_plugin.core.saving.job import SavePipeline, raise_as_failed_save
 from dcp_plugin.core.saving.queue import RunningSave, SaveQueue
 from dcp_plugin.core.state.names import module_cache
 from dcp_plugin.core.storage.part_writer import Publication
-
-logger = logging.getLogger("dcp_plugin")
 
 
 class SavesInKeeper(Protocol):

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -32,9 +33,9 @@ import torch
 
 from dcp_plugin.core.errors import CheckpointMismatch, SaveFailed, some
 from dcp_plugin.core.format.values import PLAIN
-from dcp_plugin.core.media.medium import IN_PLACE, PAGE
+from dcp_plugin.core.media import IN_PLACE, PAGE
 from dcp_plugin.core.tensors._torch import DTensor, version_of
-from dcp_plugin.core.tensors.host_memory import address_of, bytes_at, host_bytes, is_plain_memory
+from dcp_plugin.core.tensors.host_memory import address_of, bytes_at, can_be_queued, host_bytes, is_plain_memory
 from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS, copied, memory_of, require_memory
 from dcp_plugin.core.types import Flat, LocalChunk, ShardedValue
 
@@ -137,11 +138,11 @@ class Snapshot:
         described = self._encode({**self._constant, **{pending.key: pending.leaf for pending in later}})
         sources, copies = dict(_sources(described)), {}
         places = self._pool.places(list(sources.values()), later=True)
-        for (identity, tensor), place in zip(sources.items(), places, strict=True):
-            copies[identity] = place.like(tensor)
-            with self._streams.of(tensor):
-                _copy_later(copies[identity], tensor)
-        self._streams.synchronize()
+        with self._streams:
+            for (identity, tensor), place in zip(sources.items(), places, strict=True):
+                copies[identity] = place.like(tensor)
+                with self._streams.of(tensor):
+                    _copy_later(copies[identity], tensor)
         # Compared after the copy, so that a write during the copy is detected as well.
         written = self._sample.differs(self._streams)
         written.update(
@@ -193,14 +194,13 @@ def _with_copies(key: str, value: Any, copies: Mapping[Any, torch.Tensor]) -> An
 def _copy_now(copied: list[tuple[HostSlice, torch.Tensor]]) -> None:
     """Copy with torch's threads, since the caller waits. Copy small tensors by ``memmove``, because the call of an
     operator takes longer than copying their bytes."""
-    streams = _Streams(tensor for _, tensor in copied)
-    for place, tensor in copied:
-        if tensor.nbytes < _SMALL and is_plain_memory(tensor):
-            ctypes.memmove(place.address, address_of(tensor), tensor.nbytes)
-        else:
-            with streams.of(tensor):
-                place.like(tensor).copy_(tensor, non_blocking=tensor.is_cuda)
-    streams.synchronize()
+    with _Streams(tensor for _, tensor in copied) as streams:
+        for place, tensor in copied:
+            if tensor.nbytes < _SMALL and is_plain_memory(tensor):
+                ctypes.memmove(place.address, address_of(tensor), tensor.nbytes)
+            else:
+                with streams.of(tensor):
+                    place.like(tensor).copy_(tensor, non_blocking=tensor.is_cuda and can_be_queued(tensor))
 
 
 def _copy_later(copy: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -209,7 +209,7 @@ def _copy_later(copy: torch.Tensor, tensor: torch.Tensor) -> None:
     if is_plain_memory(tensor):
         ctypes.memmove(copy.data_ptr(), address_of(tensor), tensor.nbytes)
     else:
-        copy.copy_(tensor, non_blocking=tensor.is_cuda)
+        copy.copy_(tensor, non_blocking=tensor.is_cuda and can_be_queued(tensor))
 
 
 def _identity(key: str, number: int, tensor: torch.Tensor) -> Any:
@@ -332,6 +332,8 @@ def _samples_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a few elements, spread over the memory of a tensor without gaps."""
     count = tensor.numel()
     places = min(count, _SAMPLES)
+    if tensor.itemsize == 1:  # torch.cat knows few of the dtypes of one byte on a device
+        tensor = tensor.view(torch.uint8)
     return tensor.as_strided((places,), ((count - 1) // (places - 1) if places > 1 else 1,))
 
 
@@ -351,7 +353,11 @@ def _same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 class _Streams:
-    """Streams for copies from devices, one per device. Copies start after the work that the caller has queued."""
+    """Streams for copies from devices, one per device. Copies start after the work that the caller has queued.
+
+    The end of the ``with`` block waits for the copies, also after an error: a copy in flight would write into memory
+    that the next save uses.
+    """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -364,7 +370,10 @@ class _Streams:
     def of(self, tensor: torch.Tensor) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._streams[tensor.device]) if tensor.is_cuda else nullcontext()
 
-    def synchronize(self) -> None:
+    def __enter__(self) -> _Streams:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         for stream in self._streams.values():
             stream.synchronize()
 
@@ -465,6 +474,11 @@ class _Slab:
         return self.memory
 
     def free(self) -> None:
-        if self._pinned and self.memory.nbytes:
+        if self._pinned and self.memory.nbytes and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr()))  # type: ignore[no-untyped-call]
         self.memory = host_bytes(0)
+
+    def __del__(self) -> None:
+        # CUDA refuses to register an address again whose memory was released while it was registered.
+        if not sys.is_finalizing():
+            self.free()

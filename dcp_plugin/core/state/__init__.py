@@ -5,8 +5,7 @@ ShardedTensor | value}``. A load converts in the other direction. The rule: keys
 unwrapped module, whatever wraps it.
 """
 
-from dcp_plugin.core.state.adapters import CalledLast, NamesOnly, Unapplied
-from dcp_plugin.core.state.annotations import mark_parameters, mark_slots
+from dcp_plugin.core.state.adapters import CalledLast, NamesOnly, Unapplied, without_sampler
 from dcp_plugin.core.state.module import apply_module, gather_module, gather_with_names, inside_ddp, materialise
 from dcp_plugin.core.state.names import (
     CleanNames,
@@ -14,6 +13,8 @@ from dcp_plugin.core.state.names import (
     contains_fsdp1,
     is_of_no_module,
     loose_module,
+    mark_parameters,
+    mark_slots,
     module_cache,
     parameter_names,
     parameters_by_name,
@@ -39,8 +40,8 @@ from dcp_plugin.core.state.optimizer import (
     with_numbers,
 )
 from dcp_plugin.core.state.optimizer_load import load_into
-from dcp_plugin.core.state.per_rank import PerRank, without_sampler
 from dcp_plugin.core.tensors._torch_modules import unwrapped_optimizer
+from dcp_plugin.core.types import PerRank
 
 __all__ = [
     "BESIDE",

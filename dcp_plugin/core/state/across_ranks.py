@@ -37,13 +37,12 @@ from math import prod
 from typing import NamedTuple
 
 from dcp_plugin.core.errors import some, warn
-from dcp_plugin.core.format.index import CheckpointIndex
+from dcp_plugin.core.format.index import CheckpointIndex, KeyPath
 from dcp_plugin.core.format.keys import LocalSlot
 from dcp_plugin.core.format.payload import hashes_of, sample_of
 from dcp_plugin.core.ranks.collectives import Ranks, pack, unpack
 from dcp_plugin.core.records import Box, Shards, StateDetails
-from dcp_plugin.core.state.per_rank import RankEntry
-from dcp_plugin.core.types import EncodedValue, Flat, KeyPath, ShardedValue, Standing
+from dcp_plugin.core.types import EncodedValue, Flat, RankEntry, ShardedValue, Standing
 
 _SAMPLED = 4 << 20
 """Size of a tensor in bytes above which only a few places of it are compared between ranks. That is enough to notice a

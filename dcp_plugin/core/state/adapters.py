@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from dcp_plugin.core.format import values
-from dcp_plugin.core.format.index import Entry, StoredTensor
+from dcp_plugin.core.format.index import Entry, KeyPath, StoredTensor
 from dcp_plugin.core.format.keys import (
     flatten,
     has_keys_below,
@@ -38,9 +38,9 @@ from dcp_plugin.core.format.keys import (
     with_types_of,
 )
 from dcp_plugin.core.records import Box
-from dcp_plugin.core.state.annotations import mark_parameters, mark_slots
 from dcp_plugin.core.state.module import gather_module
 from dcp_plugin.core.state.module_load import Deferred, ModuleLoad, Read
+from dcp_plugin.core.state.names import mark_parameters, mark_slots
 from dcp_plugin.core.state.optimizer import (
     OwnLayout,
     class_name,
@@ -54,11 +54,10 @@ from dcp_plugin.core.state.optimizer import (
     shards_of,
 )
 from dcp_plugin.core.state.optimizer_load import OptimizerLoad, OwnLayoutLoad, load_into
-from dcp_plugin.core.state.per_rank import RankEntry
 from dcp_plugin.core.tensors._torch import is_meta, is_tensor, shape_of, with_memory
 from dcp_plugin.core.tensors._torch_modules import Incompatible
 from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS, OF_ITS_OWN_CLASS
-from dcp_plugin.core.types import KeyPath, Wanted
+from dcp_plugin.core.types import RankEntry, Wanted
 
 
 @dataclass(frozen=True)
@@ -413,6 +412,20 @@ class PositionAdapter(StatefulAdapter):
         super().take(filled, read, strict)
         with torch.random.fork_rng(devices=[]):
             self._value.state_dict()
+
+
+def without_sampler(position: Any) -> Any:
+    """Return the state of a torchdata loader without that of our sampler (``ResumableSampler``).
+
+    Lightning's own sampler takes no state. torchdata then skips the batches that the rank had read.
+    """
+    if type(position) is list:
+        return [without_sampler(child) for child in position]
+    if type(position) is not dict:
+        return position
+    of_sampler = position.get("sampler_state")
+    is_ours = isinstance(of_sampler, dict) and "order_from" in of_sampler
+    return {key: without_sampler(child) for key, child in position.items() if not (is_ours and key == "sampler_state")}
 
 
 class MappingAdapter(TreeAdapter):

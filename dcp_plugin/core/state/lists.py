@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from dcp_plugin.core.errors import CheckpointMismatch
-from dcp_plugin.core.format.index import Entry
+from dcp_plugin.core.format.index import Entry, KeyPath
 from dcp_plugin.core.format.payload import hashes_of
 from dcp_plugin.core.records import Box
 from dcp_plugin.core.state.adapters import ModuleAdapter, OptimizerAdapter, StateAdapter, StatefulAdapter
@@ -30,7 +30,7 @@ from dcp_plugin.core.state.names import Parts, trained_module
 from dcp_plugin.core.state.optimizer import groups_of, split_key
 from dcp_plugin.core.tensors._torch import is_tensor, sharded_value
 from dcp_plugin.core.tensors._torch_modules import Incompatible, unwrapped_optimizer
-from dcp_plugin.core.types import KeyPath, ShardedValue, Wanted
+from dcp_plugin.core.types import ShardedValue, Wanted
 
 
 def adapter_of_list(

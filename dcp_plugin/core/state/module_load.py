@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dcp_plugin.core.format.index import Entry, StoredTensor, places_of
+from dcp_plugin.core.format.index import Entry, KeyPath, StoredTensor, places_of
 from dcp_plugin.core.format.keys import flatten, name_of, unflatten, with_types_of
 from dcp_plugin.core.state.module import (
     ModuleState,
@@ -44,7 +44,7 @@ from dcp_plugin.core.tensors._torch_modules import (
     takes_state_dict,
 )
 from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS, is_stored_whole
-from dcp_plugin.core.types import KeyPath, Wanted
+from dcp_plugin.core.types import Wanted
 
 Read = Callable[[dict[str, Any]], None]
 """Function that fills tensors, given by key relative to the module, from the checkpoint."""

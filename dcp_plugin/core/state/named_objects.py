@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_plugin.core.errors import CheckpointMismatch
+from dcp_plugin.core.format.columns import KeyPath
 from dcp_plugin.core.format.keys import (
     join,
     require_end,
@@ -35,14 +36,12 @@ from dcp_plugin.core.state.adapters import (
     ValueAdapter,
     is_state_dict,
 )
-from dcp_plugin.core.state.annotations import layout_of
 from dcp_plugin.core.state.module import reshard
-from dcp_plugin.core.state.names import Parts, is_list_of, parameter_names, trained_module
-from dcp_plugin.core.state.per_rank import OfEachRank, PerRank, RankEntry, is_position
+from dcp_plugin.core.state.names import Parts, is_list_of, layout_of, parameter_names, trained_module
 from dcp_plugin.core.tensors._torch import is_tensor
 from dcp_plugin.core.tensors._torch_modules import patched_together, refuse_deepspeed, unwrapped_optimizer
 from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS
-from dcp_plugin.core.types import KeyPath, ShardedValue
+from dcp_plugin.core.types import OfEachRank, PerRank, RankEntry, ShardedValue
 
 
 class Place(NamedTuple):
@@ -296,9 +295,9 @@ def _named_objects(state: Mapping[str, Any], place: Place) -> Iterator[NamedObje
                         f"plain values, objects with a state_dict and mappings of these. If each rank has its own "
                         f"module or optimizer, give each a different name in the state."
                     )
-                entry = RankEntry(name, _dotted(below), *place, is_position(part))
+                entry = RankEntry(name, _dotted(below), *place, _is_position(part))
                 yield entry.name_on(place.rank), holder, below[-1] if below else "value", part, entry
-        elif is_position(value) or isinstance(value, OfEachRank):
+        elif _is_position(value) or isinstance(value, OfEachRank):
             is_derived = isinstance(value, OfEachRank)
             entry = RankEntry(name, "", *place, is_position=not is_derived, is_derived=is_derived)
             yield entry.name_on(place.rank), owner, path[-1], value, entry
@@ -351,3 +350,13 @@ def _is_expected_equal(leaf: Any) -> bool:
     if isinstance(leaf, (set, frozenset)):  # the order of sets, and so of their bytes, differs between processes
         return False
     return not isinstance(leaf, (Number, ShardedValue)) and not is_tensor(leaf)
+
+
+def _is_position(value: Any) -> bool:
+    """Return whether a value is a loader or a sampler of torchdata, whose ``state_dict`` is the position of this rank.
+
+    A subclass with its own ``state_dict`` does not count. Such a class may have the positions of all ranks in its
+    state, as torchtitan's does.
+    """
+    module: str = getattr(getattr(type(value), "state_dict", None), "__module__", None) or ""
+    return module.partition(".")[0] == "torchdata" and isinstance(value, Stateful)

@@ -33,6 +33,7 @@ import torch
 from torch import nn
 
 from dcp_plugin.core.errors import CheckpointMismatch, some
+from dcp_plugin.core.format.columns import KeyPath
 from dcp_plugin.core.format.keys import (
     LocalSlot,
     Walks,
@@ -48,7 +49,6 @@ from dcp_plugin.core.state.names import contains_fsdp1, parameter_names, paramet
 from dcp_plugin.core.tensors._torch import laid_out_like, shard_of
 from dcp_plugin.core.tensors._torch_modules import has_own_state_dict, unpatched, unwrapped_optimizer
 from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS
-from dcp_plugin.core.types import KeyPath
 
 GROUPS = "param_groups"
 GLOBAL = "global_state"

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dcp_plugin.core.errors import CheckpointMismatch
-from dcp_plugin.core.format.index import Entry, StoredTensor, places_of
+from dcp_plugin.core.format.index import Entry, KeyPath, StoredTensor, places_of
 from dcp_plugin.core.format.keys import (
     LocalSlot,
     has_keys_below,
@@ -62,7 +62,7 @@ from dcp_plugin.core.tensors._torch import (
 )
 from dcp_plugin.core.tensors._torch_modules import is_of_torch, new_state, slots_of_torch, unpatched
 from dcp_plugin.core.tensors.kinds import OF_ITS_OWN_CLASS
-from dcp_plugin.core.types import KeyPath, Shape, Wanted
+from dcp_plugin.core.types import Wanted
 
 _OTHERS_ARE_TRAINED = (
     "parameters that are trained now and were not then start with fresh optimizer state, and the state of those that "
@@ -458,7 +458,7 @@ _NUMBERED = (
 )
 
 
-def _is_slot_of(shape: Shape, parameter: Shape) -> bool:
+def _is_slot_of(shape: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
     """Return whether a slot may belong to a parameter: it has the parameter's shape, or is factored and has 1 in place
     of some sizes."""
     return len(shape) == len(parameter) and all(size in (1, of) for size, of in zip(shape, parameter, strict=True))

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_plugin.core.state.adapters import CalledLast
-from dcp_plugin.core.state.per_rank import OfEachRank
-from dcp_plugin.core.types import public_class
+from dcp_plugin.core.types import OfEachRank, public_class
 
 RngState = dict[str, Any]
 

@@ -30,9 +30,8 @@ import torch
 from dcp_plugin.core.errors import CheckpointCorrupt
 from dcp_plugin.core.format.index import Location, StoredChunk
 from dcp_plugin.core.format.payload import BlockHashes
-from dcp_plugin.core.media.medium import PAGE
+from dcp_plugin.core.media import PAGE
 from dcp_plugin.core.tensors.host_memory import BLOCK, Block, is_plain_memory, memory_view
-from dcp_plugin.core.types import Shape
 
 _DIRECT_PIECE = 8 << 20  # one thread's share of the work; a multiple of any checksum block
 _COPIED_PIECE = BLOCK // 2  # the other half is for bytes that complete checksum blocks
@@ -142,7 +141,7 @@ class IntoTensor(Fetch):
     start: int
     target: torch.Tensor
     dtype: torch.dtype
-    strides: Shape
+    strides: tuple[int, ...]
 
     @property
     def device(self) -> torch.device:
@@ -215,7 +214,7 @@ def of_box(
     key: str,
     chunk: StoredChunk,
     dtype: torch.dtype,
-    box: tuple[Shape, Shape],
+    box: tuple[tuple[int, ...], tuple[int, ...]],
     target: torch.Tensor,
     block: int | None,
     gap: int = 0,
@@ -287,7 +286,12 @@ def _of_runs(
 
 
 def of_view(
-    key: str, location: Location, dtype: torch.dtype, strides: Shape, offsets: Shape, target: torch.Tensor
+    key: str,
+    location: Location,
+    dtype: torch.dtype,
+    strides: tuple[int, ...],
+    offsets: tuple[int, ...],
+    target: torch.Tensor,
 ) -> Iterator[Fetch]:
     """Yield the fetches of a box of a tensor that is not row-major: a covering range, viewed with its strides."""
     if target.numel() == 0:
@@ -306,7 +310,9 @@ def _cuts(start: int, stop: int, piece: int) -> Iterator[Range]:
         start = end
 
 
-def _parts(target: torch.Tensor, corner: Shape, strides: Shape, limit: int) -> Iterator[tuple[torch.Tensor, Shape]]:
+def _parts(
+    target: torch.Tensor, corner: tuple[int, ...], strides: tuple[int, ...], limit: int
+) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
     """Yield parts of a box that span at most ``limit`` elements of the stored chunk, and the corner of each."""
     wide = max((dim for dim, size in enumerate(target.shape) if size > 1), key=lambda dim: strides[dim], default=None)
     if wide is None or _span(target, strides) <= limit:
@@ -320,7 +326,7 @@ def _parts(target: torch.Tensor, corner: Shape, strides: Shape, limit: int) -> I
         yield from _parts(target.narrow(wide, at, min(rows, target.shape[wide] - at)), moved, strides, limit)
 
 
-def _span(target: torch.Tensor, strides: Shape) -> int:
+def _span(target: torch.Tensor, strides: tuple[int, ...]) -> int:
     """Return the number of elements from the first to the last of a box, in the stored tensor."""
     return 1 + sum((size - 1) * stride for size, stride in zip(target.shape, strides, strict=True))
 
@@ -328,12 +334,14 @@ def _span(target: torch.Tensor, strides: Shape) -> int:
 MOST_WASTE = 0.25  # of the wanted bytes: as many others are read to check complete blocks or to save calls
 
 
-def strides_of(sizes: Shape) -> Shape:
+def strides_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return row-major strides in elements."""
     return tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
-def runs_of(sizes: Shape, offsets: Shape, lengths: Shape, itemsize: int) -> tuple[Positions, int]:
+def runs_of(
+    sizes: tuple[int, ...], offsets: tuple[int, ...], lengths: tuple[int, ...], itemsize: int
+) -> tuple[Positions, int]:
     """Return where the runs of a box of a row-major tensor start, in bytes, and the length of each run."""
     cut = len(sizes)  # after the last dimension of which the box has only a part
     while cut and lengths[cut - 1] == sizes[cut - 1]:

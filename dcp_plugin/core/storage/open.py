@@ -19,9 +19,8 @@ from dcp_plugin.core.format import (
 from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.summary import MAX_SIZE, Summary
 from dcp_plugin.core.interrupts import collector_paused
-from dcp_plugin.core.media import choice
-from dcp_plugin.core.media.choice import locate, medium_of
-from dcp_plugin.core.media.medium import Readable
+from dcp_plugin.core.media import Readable, locate, medium_of
+from dcp_plugin.core.media import uncommitted_reason as reason_at
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.records import OpenCheckpoint
 from dcp_plugin.core.storage.published import (
@@ -117,7 +116,7 @@ def _open_held(path: Where, files: Readable, salvage: bool) -> OpenCheckpoint:
         names = [name.rstrip("/") for name in files.names()]
         reason = uncommitted_reason(names)
     except OSError:
-        names, reason = [], choice.uncommitted_reason(path)
+        names, reason = [], reason_at(path)
         if not reason:
             raise HasCome(f"{path} has just come") from None
     if salvage and has_lost_a_table(names):

@@ -11,9 +11,7 @@ from dcp_plugin.core.format import INDEX, METADATA, exists, has_traces, is_own, 
 from dcp_plugin.core.format.foreign import Contents, detect, fingerprint_of
 from dcp_plugin.core.format.summary import fingerprint
 from dcp_plugin.core.interrupts import collector_paused
-from dcp_plugin.core.media.choice import medium_of
-from dcp_plugin.core.media.medium import Medium, Readable
-from dcp_plugin.core.media.places import is_workspace, snapshot
+from dcp_plugin.core.media import Medium, Readable, is_workspace, medium_of, snapshot
 from dcp_plugin.core.paths import Where, is_link
 from dcp_plugin.core.records import OpenCheckpoint
 

@@ -24,12 +24,11 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from dcp_plugin.core.errors import SaveFailed, UnsafeCheckpoint
 from dcp_plugin.core.format import DATA_SUFFIX, INDEX, METADATA, SUMMARY, index_file
 from dcp_plugin.core.format import metadata as dcp_metadata
-from dcp_plugin.core.format.columns import NO_TENSOR, Places
-from dcp_plugin.core.format.index import CheckpointIndex
+from dcp_plugin.core.format.index import NO_TENSOR, CheckpointIndex, Places
 from dcp_plugin.core.format.metadata import Aliases, Views
 from dcp_plugin.core.format.summary import MOST_DIFFERING, Summary, fingerprint, time_after
 from dcp_plugin.core.format.values import WholeItem
-from dcp_plugin.core.media.medium import Medium, Readable, Reservation
+from dcp_plugin.core.media import Medium, Readable, Reservation
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.ranks.launcher import launch_record
 from dcp_plugin.core.records import NewItem, Spent, WrittenPart  # noqa: F401  (journals name Spent here)

@@ -40,9 +40,7 @@ from dcp_plugin.core.format import (
     uncommitted_reason,
 )
 from dcp_plugin.core.format.summary import MAX_SIZE, Summary, fingerprint, sizes_listed
-from dcp_plugin.core.media.choice import locate, medium_of
-from dcp_plugin.core.media.medium import Medium, Readable
-from dcp_plugin.core.media.places import files_below, unpacked
+from dcp_plugin.core.media import Medium, Readable, files_below, locate, medium_of, unpacked
 from dcp_plugin.core.paths import Where
 
 T = TypeVar("T")

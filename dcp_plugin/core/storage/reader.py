@@ -9,7 +9,6 @@ checkpoint. After that, all is the same for all tools.
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -17,7 +16,7 @@ from typing import NamedTuple, Self
 
 import torch
 
-from dcp_plugin.core.errors import CheckpointError, CheckpointMismatch, UnsafeCheckpoint
+from dcp_plugin.core.errors import CheckpointError, CheckpointMismatch, UnsafeCheckpoint, logger
 from dcp_plugin.core.format.index import CheckpointIndex, Location, StoredChunk, StoredTensor
 from dcp_plugin.core.format.payload import block_size
 from dcp_plugin.core.format.summary import Summary
@@ -31,8 +30,6 @@ from dcp_plugin.core.storage.open import check_files, open_checkpoint, open_file
 from dcp_plugin.core.storage.published import gone_or_damaged
 from dcp_plugin.core.tensors.host_memory import finish_device_work
 from dcp_plugin.core.tensors.kinds import fill, is_stored_whole
-
-logger = logging.getLogger("dcp_plugin")
 
 
 class _Box(NamedTuple):

@@ -27,11 +27,11 @@ from dcp_plugin.core.errors import CheckpointCorrupt
 from dcp_plugin.core.format.columns import ranges
 from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.payload import BlockHashes, Frame, block_size, hashes_in
-from dcp_plugin.core.media.medium import RangedFile, Readable, ReadCost, bytes_behind, first_bytes, stretches
+from dcp_plugin.core.media import RangedFile, Readable, ReadCost, bytes_behind, first_bytes, stretches
 from dcp_plugin.core.records import BoxRead
 from dcp_plugin.core.storage.fetch import Fetch, IntoMemory, Part
 from dcp_plugin.core.storage.published import gone_or_damaged
-from dcp_plugin.core.tensors.host_memory import READ_PIECE, Rings, memory_view
+from dcp_plugin.core.tensors.host_memory import READ_PIECE, Rings, device_of_thread, memory_view
 
 _MOST_PARTS = 256  # each has up to four pieces of memory; the system takes 1024 in a call
 
@@ -254,7 +254,7 @@ def read(files: Readable, batches: Iterable[Batch], io_threads: int) -> Count:
 
     if threads == 1:
         return read_some(0)
-    with ThreadPoolExecutor(threads, thread_name_prefix="dcp-read") as pool:
+    with ThreadPoolExecutor(threads, "dcp-read", device_of_thread()) as pool:
         counts = [job.result() for job in [pool.submit(read_some, first) for first in range(threads)]]
     return Count(sum(count.read for count in counts), sum(count.unchecked for count in counts))
 

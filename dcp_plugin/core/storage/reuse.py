@@ -37,14 +37,13 @@ from dcp_plugin.core.errors import CheckpointError, logger
 from dcp_plugin.core.format.columns import Location, in_all
 from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.payload import frame_if_possible, hashes_of, padded, sample_of
-from dcp_plugin.core.media.medium import CannotLink, DataFile, Medium, RangedFile, stretches
+from dcp_plugin.core.media import CannotLink, DataFile, Medium, RangedFile, stretches
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.records import NewItem
 from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.storage.reading import framed_item
 from dcp_plugin.core.storage.write_items import Destination
 from dcp_plugin.core.tensors.host_memory import finish_device_work
-from dcp_plugin.core.types import Shape
 
 WORTH_LINKING = 64 << 10
 """Least bytes of all stable items of a rank together; with fewer, they are written among the others. Also the least
@@ -58,8 +57,8 @@ class Item:
     """Box of a tensor."""
 
     key: str
-    offsets: Shape
-    sizes: Shape
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
     dtype: torch.dtype
 
 

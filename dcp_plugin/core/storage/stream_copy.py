@@ -24,7 +24,7 @@ from xxhash import xxh3_64
 from dcp_plugin.core.errors import CheckpointCorrupt
 from dcp_plugin.core.format.index import CheckpointIndex, Location
 from dcp_plugin.core.format.payload import BlockHashes, block_size, frame_hash
-from dcp_plugin.core.media.medium import NewFile, RangedFile
+from dcp_plugin.core.media import NewFile, RangedFile
 from dcp_plugin.core.records import OpenCheckpoint
 from dcp_plugin.core.storage.published import BYTES, comparison_of
 from dcp_plugin.core.tensors.host_memory import READ_PIECE

@@ -32,10 +32,9 @@ from dcp_plugin.core.format import DATA_SUFFIX
 from dcp_plugin.core.format.columns import Places
 from dcp_plugin.core.format.payload import NO_FRAME, SMALLEST_BLOCK, BlockHashes, Frame, block_size, frame, padded
 from dcp_plugin.core.format.values import WholeItem
-from dcp_plugin.core.media.medium import IN_PLACE, PAGE, Medium, NewFile, stretches
+from dcp_plugin.core.media import IN_PLACE, PAGE, Medium, NewFile, stretches
 from dcp_plugin.core.paths import Where
-from dcp_plugin.core.tensors.host_memory import PIECE, Rings, finish_device_work, is_plain_memory
-from dcp_plugin.core.types import Shape
+from dcp_plugin.core.tensors.host_memory import PIECE, Rings, device_of_thread, finish_device_work, is_plain_memory
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Streamed:
     """Tensor whose bytes are produced while they are written: it need not be in memory."""
 
     dtype: torch.dtype
-    shape: Shape
+    shape: tuple[int, ...]
     pieces: Callable[[], Iterator[memoryview]]
     """Function that yields its bytes in row-major order. Each piece is used before the next is requested."""
 
@@ -123,7 +122,7 @@ def write(
     if len(buckets) <= 1:
         written = list(map(write_one, names, buckets, contents, layouts))
     else:
-        with ThreadPoolExecutor(min(len(buckets), to.io_threads), thread_name_prefix="dcp-write") as pool:
+        with ThreadPoolExecutor(min(len(buckets), to.io_threads), "dcp-write", device_of_thread()) as pool:
             written = list(pool.map(write_one, names, buckets, contents, layouts))
     # The places are in the order of the files. The inverse permutation brings them into the order of the items.
     order = np.empty(len(items), np.int64)

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor as DTensor
 
 from dcp_plugin.core.errors import CheckpointMismatch
 from dcp_plugin.core.tensors.kinds import CHECKPOINTABLE, EXACTLY_TENSORS, of_full
-from dcp_plugin.core.types import Shape, ShardedValue
+from dcp_plugin.core.types import ShardedValue
 
 StorageInfo = _StorageInfo
 
@@ -73,7 +73,7 @@ def laid_out_like(value: Any, parameter: Any) -> Any:
     return made
 
 
-def shape_of(value: Any) -> Shape | None:
+def shape_of(value: Any) -> tuple[int, ...] | None:
     """Return the global shape of a tensor; None if the tensor can neither be stored nor be filled."""
     try:
         return sharded_value(value).shape
@@ -113,7 +113,7 @@ def _device_of_process() -> torch.device | str:
     return "cpu" if device.type == "meta" else device  # the default is meta inside ``with torch.device("meta")``
 
 
-def shard_of(value: Any) -> tuple[Shape, Shape] | None:
+def shard_of(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Return begin and end of this rank's part of a tensor that is sharded over several ranks; None for other tensors.
 
     Both are empty if the rank has no part.

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_plugin.core.errors import CheckpointMismatch
 from dcp_plugin.core.tensors.kinds import CHECKPOINTABLE, is_stored_whole, of_full, require_memory, require_parts
-from dcp_plugin.core.types import LocalChunk, Shape, ShardedValue
+from dcp_plugin.core.types import LocalChunk, ShardedValue
 
 
 def described(value: Any, any_rank: bool) -> ShardedValue:
@@ -62,7 +62,9 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
-def _of_chunks(shape: Shape, dtype: torch.dtype, chunks: list[LocalChunk], origin: Any = None) -> ShardedValue:
+def _of_chunks(
+    shape: tuple[int, ...], dtype: torch.dtype, chunks: list[LocalChunk], origin: Any = None
+) -> ShardedValue:
     """Describe a distributed tensor."""
     stored_whole = any(is_stored_whole(chunk.tensor) for chunk in chunks)
     for chunk in chunks:
@@ -70,11 +72,11 @@ def _of_chunks(shape: Shape, dtype: torch.dtype, chunks: list[LocalChunk], origi
     return ShardedValue(shape, dtype, tuple(chunks), not stored_whole, stored_whole=stored_whole, origin=origin)
 
 
-def _chunk(offsets: Shape, sizes: Shape, tensor: torch.Tensor) -> LocalChunk:
+def _chunk(offsets: tuple[int, ...], sizes: tuple[int, ...], tensor: torch.Tensor) -> LocalChunk:
     return LocalChunk(offsets, sizes, tensor if is_stored_whole(tensor) else tensor.detach())
 
 
-def _of_protocol(value: Any, shape: Shape, dtype: torch.dtype, origin: Any = None) -> ShardedValue:
+def _of_protocol(value: Any, shape: tuple[int, ...], dtype: torch.dtype, origin: Any = None) -> ShardedValue:
     """Describe a tensor with DCP's protocol ``_Checkpointable``. Chunks without elements are left out."""
     chunks = []
     with torch.device("cpu"):  # as in _box_of
@@ -113,13 +115,13 @@ def _chunks_from_fields(value: Any) -> list[LocalChunk]:
     return chunks
 
 
-def _check_inside(offsets: Shape, sizes: Shape, shape: Shape) -> None:
+def _check_inside(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
     for at, size, length in zip(offsets, sizes, shape, strict=True):
         if at < 0 or size < 0 or at + size > length:
             raise ValueError(f"{size} elements at {at} are not inside of {length}")
 
 
-def shard_of(value: DTensor) -> tuple[Shape, Shape] | None:
+def shard_of(value: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Return the result of :func:`dcp_plugin.core.tensors._torch.shard_of` for a DTensor."""
     if not any(
         placement.is_shard() and size > 1
@@ -130,7 +132,7 @@ def shard_of(value: DTensor) -> tuple[Shape, Shape] | None:
     return ((), ()) if box is None else (box[0], tuple(map(add, *box)))
 
 
-def _box_of(value: DTensor) -> tuple[Shape, Shape] | None:
+def _box_of(value: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Return offsets and sizes of this rank's shard; None if the rank has no shard.
 
     Torch takes 0.3 ms for the computation. Results are cached, because layers are mostly alike.
@@ -172,6 +174,6 @@ def _check_placements(value: DTensor) -> None:
 
 
 _MOST_BOXES = 10_000
-_boxes: dict[Any, tuple[Shape, Shape] | None] = {}
+_boxes: dict[Any, tuple[tuple[int, ...], tuple[int, ...]] | None] = {}
 """Boxes by all values that determine a shard's position. The mesh itself is no key: a later process group has another.
 """

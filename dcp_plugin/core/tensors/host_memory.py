@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,7 @@ class Block:
             target.copy_(source)
             return
         with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
+            target.copy_(source, non_blocking=can_be_queued(source))
             self._event.record()
 
     def wait(self) -> None:
@@ -171,6 +172,22 @@ def parts_of(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
     else:
         for row in tensor:
             yield from parts_of(row, limit)
+
+
+def can_be_queued(source: torch.Tensor) -> bool:
+    """Return whether torch copies a tensor of a device to the host correctly without waiting for the copy."""
+    # Torch conjugates or negates the host's copy as soon as it has queued the copy: before the bytes arrive.
+    return not (source.is_conj() or source.is_neg())
+
+
+def device_of_thread() -> Callable[[], None]:
+    """Return a function that gives another thread the CUDA device of this thread. Without CUDA it does nothing.
+
+    A thread starts on device 0. There its first call of CUDA would take some 500 MB, in the process of each rank.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return lambda: None
+    return partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
 def finish_device_work(tensors: Iterable[torch.Tensor]) -> None:

@@ -100,7 +100,7 @@ def _module(into: str, path: Where, name: str) -> nn.Module:
     Raises:
         CheckpointError: ``into`` is none of these, or a checkpoint that cannot be opened.
     """
-    from dcp_plugin.core.media.choice import medium_of
+    from dcp_plugin.core.media import medium_of
 
     with damage_in(path):
         kind = medium_of(path).kind(path)

@@ -64,7 +64,7 @@ def _folder(root: str, storage_option: list[str] | None, may_be_absent: bool = F
     Raises:
         FileNotFoundError: The path does not exist, or is a file.
     """
-    from dcp_plugin.core.media.choice import medium_of
+    from dcp_plugin.core.media import medium_of
 
     at = where(root, storage_option)
     with damage_in(at):

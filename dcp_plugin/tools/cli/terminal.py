@@ -115,7 +115,7 @@ def where(text: str, options: list[str] | None) -> Where:
     Raises:
         ValueError: The URL is invalid, or its store refuses the options.
     """
-    from dcp_plugin.core.media.choice import medium_of
+    from dcp_plugin.core.media import medium_of
     from dcp_plugin.core.paths import as_path
 
     path = as_path(text, storage_options(options))

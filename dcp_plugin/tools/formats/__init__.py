@@ -16,7 +16,7 @@ import torch
 
 from dcp_plugin.core.errors import CheckpointMismatch
 from dcp_plugin.core.format.index import StoredTensor
-from dcp_plugin.core.media.medium import NewFile
+from dcp_plugin.core.media import NewFile
 from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.tensors.host_memory import host_bytes
 from dcp_plugin.tools.stream import Part, Stream

@@ -15,14 +15,13 @@ from itertools import groupby
 from dcp_plugin.core.format.derived_index import index_of
 from dcp_plugin.core.format.index import CheckpointIndex, Entry, Location, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.core.format.payload import MAX_PAYLOAD
-from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.planning.load_balance import BoxPart
 from dcp_plugin.core.ranks.collectives import Ranks
 from dcp_plugin.core.storage import write_items
 from dcp_plugin.core.storage.part_writer import Facts, Publication
 from dcp_plugin.core.storage.write_items import Streamed
-from dcp_plugin.core.types import Shape
 from dcp_plugin.tools.formats import Selected, place_of
 from dcp_plugin.tools.stream import Counter, Part, Progress, Stream, is_opaque
 
@@ -32,8 +31,8 @@ class _Item:
     """An entry in the file of a rank: a box of a tensor, or a complete value."""
 
     key: str
-    offsets: Shape
-    sizes: Shape
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
     part: Part | None = None
     """None if it is copied as the writer of the source has written it."""
 

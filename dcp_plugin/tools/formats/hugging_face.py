@@ -22,8 +22,7 @@ import torch
 from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointNotFound, damage_in, some
 from dcp_plugin.core.format import exists, json_object
 from dcp_plugin.core.loading.model_prefix import find_model_prefix
-from dcp_plugin.core.media.choice import medium_of
-from dcp_plugin.core.media.medium import Readable
+from dcp_plugin.core.media import Readable, medium_of
 from dcp_plugin.core.paths import PathLike, as_path
 from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.tools.formats import Layout, Selected, place_of, safetensors_files

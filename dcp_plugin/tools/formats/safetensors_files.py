@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dcp_plugin.core.errors import CheckpointMismatch
 from dcp_plugin.core.format.foreign.safetensors import DTYPES, MOST_HEADER
-from dcp_plugin.core.media.medium import PAGE, NewFile
+from dcp_plugin.core.media import PAGE, NewFile
 from dcp_plugin.tools.formats import Layout, Selected
 from dcp_plugin.tools.stream import Part, Stream
 

@@ -23,15 +23,15 @@ import torch
 
 from dcp_plugin.core.errors import CheckpointMismatch, some
 from dcp_plugin.core.format import torch_archive
+from dcp_plugin.core.format.columns import KeyPath
 from dcp_plugin.core.format.keys import flatten, name_of, step_of, unflatten
 from dcp_plugin.core.format.torch_archive import BEHIND, Record
-from dcp_plugin.core.media.medium import NewFile
+from dcp_plugin.core.media import NewFile
+from dcp_plugin.core.state import without_sampler
 from dcp_plugin.core.state.optimizer import GROUPS, nested_of, with_numbers
-from dcp_plugin.core.state.per_rank import without_sampler
 from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.tensors import _torch
 from dcp_plugin.core.tensors.host_memory import host_bytes, memory_view
-from dcp_plugin.core.types import KeyPath
 from dcp_plugin.tools.formats import Layout, Selected
 from dcp_plugin.tools.stream import Part, Stream, is_opaque, read_keys
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from dcp_plugin.core.errors import CheckpointError, CheckpointNotFound
 from dcp_plugin.core.format.summary import decode_metrics
-from dcp_plugin.core.media.places import workspace_of
+from dcp_plugin.core.media import workspace_of
 from dcp_plugin.core.paths import PathLike, StorageOptions, as_path
 from dcp_plugin.core.runs import figures
 from dcp_plugin.core.runs.catalog import list_checkpoints

@@ -17,7 +17,7 @@ from statistics import median
 from jinja2 import Environment, StrictUndefined
 
 from dcp_plugin.core.errors import CheckpointError, size
-from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.paths import PathLike, StorageOptions
 from dcp_plugin.tools.run_report.charts import NONE, charts_of, chosen_metrics, step_of
 from dcp_plugin.tools.run_report.collect import RunFigures, collect

@@ -10,7 +10,7 @@ import pytest
 
 import dcp_plugin as dcp
 from dcp_plugin.core.format import METADATA, read
-from dcp_plugin.core.media.choice import medium_of, uncommitted_reason
+from dcp_plugin.core.media import medium_of, uncommitted_reason
 from dcp_plugin.core.media.medium import CannotLink, DataFile, Medium
 from dcp_plugin.core.media.places import WORKSPACE, snapshot, unpacked
 from dcp_plugin.core.paths import Where, as_path

@@ -125,9 +125,8 @@ def test_the_stock_metadata_is_what_pickling_the_objects_would_give(tmp_path: Pa
 
 
 def test_stock_metadata_holds_offsets_beyond_32_bits() -> None:
-    from dcp_plugin.core.format.columns import Location
     from dcp_plugin.core.format.derived_index import index_of
-    from dcp_plugin.core.format.index import StoredChunk, StoredTensor
+    from dcp_plugin.core.format.index import Location, StoredChunk, StoredTensor
     from dcp_plugin.core.format.metadata import encode
 
     where = Location("__0_0.distcp", 1 << 40, 100, None, 0)

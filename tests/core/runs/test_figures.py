@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import dcp_plugin as dcp
-from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.media.objects.client import client_of
 from dcp_plugin.core.paths import Where, as_path
 from dcp_plugin.core.runs import figures

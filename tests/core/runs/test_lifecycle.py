@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import dcp_plugin as dcp
 from dcp_plugin.core.format import index_file
 from dcp_plugin.core.format.summary import Summary
-from dcp_plugin.core.media import lease
-from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media import lease, medium_of
 from dcp_plugin.core.media.disk import commit
 from dcp_plugin.core.media.places import WORKSPACE
 from dcp_plugin.core.paths import Where, as_path

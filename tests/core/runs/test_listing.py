@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 import dcp_plugin as dcp
 from dcp_plugin.core.format.summary import Summary
-from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.media.medium import Readable
 from dcp_plugin.core.media.places import WORKSPACE
 from dcp_plugin.core.media.usage import usage

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import dcp_plugin as dcp
-from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.media.objects.client import PART, client_of
 from dcp_plugin.core.paths import ObjectPath, Where, as_path
 from dcp_plugin.core.retention import NEWEST

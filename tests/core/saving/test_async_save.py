@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import dcp_plugin as dcp
 from dcp_plugin.core import events
-from dcp_plugin.core.media.choice import uncommitted_reason
+from dcp_plugin.core.media import uncommitted_reason
 from dcp_plugin.core.media.disk.local_disk import LocalDisk
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.saving import queue

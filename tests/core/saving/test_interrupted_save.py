@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 import dcp_plugin as dcp
-from dcp_plugin.core.media import lease
-from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media import lease, medium_of
 from dcp_plugin.core.media.disk import commit, posix
 from dcp_plugin.core.media.places import WORKSPACE
 from dcp_plugin.core.paths import Where

@@ -22,7 +22,7 @@ from torch import nn
 import dcp_plugin as dcp
 from dcp_plugin.core.format import INDEX, index_file
 from dcp_plugin.core.format.payload import hashes_in
-from dcp_plugin.core.media.choice import medium_of
+from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.media.places import WORKSPACE
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.tensors.host_memory import memory_view

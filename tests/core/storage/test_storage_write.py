@@ -23,8 +23,8 @@ from dcp_plugin import events
 from dcp_plugin.core.format import values
 from dcp_plugin.core.format.index import StoredTensor
 from dcp_plugin.core.format.payload import SMALLEST_BLOCK, BlockHashes, block_counts, block_size, hashes_in
-from dcp_plugin.core.media.disk import direct_io, posix
-from dcp_plugin.core.media.disk.direct_io import BUFFER, BlockFile
+from dcp_plugin.core.media.disk import local_disk, posix
+from dcp_plugin.core.media.disk.local_disk import BUFFER, BlockFile
 from dcp_plugin.core.media.medium import IN_PLACE, PAGE
 from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.tensors import host_memory
@@ -173,7 +173,7 @@ def _refuse_at_the_first_write(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(fd, data, offset)
 
-    monkeypatch.setattr(direct_io.os, "pwrite", write)
+    monkeypatch.setattr(local_disk.os, "pwrite", write)
 
 
 @pytest.mark.parametrize("refuse", [_refuse_when_switched_on, _refuse_at_the_first_write])
@@ -217,7 +217,7 @@ def test_what_fails_behind_ends_the_file(tmp_path: Path, monkeypatch: pytest.Mon
     def full(fd: int, data: Any, offset: int) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(direct_io.os, "pwrite", full)
+    monkeypatch.setattr(local_disk.os, "pwrite", full)
     with (
         pytest.raises(OSError, match="No space left"),
         BlockFile(tmp_path / "file", 4 * BUFFER, direct) as file,

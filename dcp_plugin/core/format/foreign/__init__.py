@@ -30,9 +30,7 @@ import torch
 
 from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointMismatch
 from dcp_plugin.core.format import Files, expect
-from dcp_plugin.core.format.columns import NO_TENSOR, Column, KeyColumns, Places, unusual_paths
-from dcp_plugin.core.format.index import CheckpointIndex
-from dcp_plugin.core.types import KeyPath, Shape
+from dcp_plugin.core.format.index import NO_TENSOR, CheckpointIndex, Column, KeyColumns, KeyPath, Places, unusual_paths
 
 _SAMPLES = 8
 _SAMPLE = 512
@@ -48,10 +46,10 @@ class View(NamedTuple):
     file: str
     start: int
     dtype: torch.dtype
-    shape: Shape
-    strides: Shape | None = None
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
     """Strides in elements; None if row-major."""
-    offsets: Shape | None = None
+    offsets: tuple[int, ...] | None = None
     """Offsets of this part in its tensor; None if it is the complete tensor."""
 
     @property

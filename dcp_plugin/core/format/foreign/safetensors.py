@@ -24,7 +24,6 @@ import torch
 from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointMismatch
 from dcp_plugin.core.format import Files
 from dcp_plugin.core.format.foreign import Contents, View
-from dcp_plugin.core.types import Shape
 
 MOST_HEADER = 100_000_000
 """Largest header in bytes, as in the safetensors library."""
@@ -51,7 +50,7 @@ class _Header:
     start: int
     keys: list[str]
     dtypes: list[str]
-    shapes: list[Shape]
+    shapes: list[tuple[int, ...]]
     ends: list[int]
     """End of the bytes of each tensor, counted from ``start``."""
     noted: dict[str, str]
@@ -80,7 +79,7 @@ def read_parts(files: Files, names: list[str]) -> Contents:
             files contradict each other.
     """
     merged = Contents("safetensors", {}, kinds=dict(_KINDS))
-    parts: dict[str, dict[Shape, View]] = {}
+    parts: dict[str, dict[tuple[int, ...], View]] = {}
     for name in names:
         contents = read_file(files, name, prefix="")
         begins = _begins(files, name, contents)
@@ -101,7 +100,7 @@ def read_parts(files: Files, names: list[str]) -> Contents:
     return merged
 
 
-def _begins(files: Files, name: str, contents: Contents) -> dict[str, Shape]:
+def _begins(files: Files, name: str, contents: Contents) -> dict[str, tuple[int, ...]]:
     """Return where the parts of a file begin in their tensors."""
     try:
         notes = json.loads(_header(files, name).noted[_SHARDING])

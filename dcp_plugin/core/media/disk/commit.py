@@ -35,7 +35,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import logging
 import os
 import stat
 import time
@@ -51,7 +50,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dcp_plugin.core import format as layout
-from dcp_plugin.core.errors import CheckpointError, DurabilityUnknown, SaveFailed
+from dcp_plugin.core.errors import CheckpointError, DurabilityUnknown, SaveFailed, logger
 from dcp_plugin.core.interrupts import interrupts_held
 from dcp_plugin.core.media import lease
 from dcp_plugin.core.media.disk import posix
@@ -66,7 +65,6 @@ from dcp_plugin.core.media.places import (
     workspaces_of,
 )
 
-logger = logging.getLogger("dcp_plugin")
 R = TypeVar("R")
 F = TypeVar("F", bound=posix.Folder)
 

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import threading
 import time
 import weakref
@@ -39,7 +38,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dcp_plugin.core.errors import CheckpointError, SaveFailed
+from dcp_plugin.core.errors import CheckpointError, SaveFailed, logger
 from dcp_plugin.core.format import (
     DATA_SUFFIX,
     INDEX,
@@ -80,8 +79,6 @@ from dcp_plugin.core.media.places import (
     workspace_of,
 )
 from dcp_plugin.core.paths import ObjectPath
-
-logger = logging.getLogger("dcp_plugin")
 
 _CLOCKS_DIFFER = 2.0
 """Seconds. Up to this difference the clock of this machine is more precise: a store counts full seconds."""

@@ -17,13 +17,12 @@ from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointError, Checkpoin
 from dcp_plugin.core.format.index import Location, StoredChunk
 from dcp_plugin.core.format.payload import Frame, frame_if_possible
 from dcp_plugin.core.format.values import decode_tensor
-from dcp_plugin.core.media.medium import Readable
+from dcp_plugin.core.media import Readable
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.storage import reading
 from dcp_plugin.core.storage.fetch import Fetch, of_item
 from dcp_plugin.core.tensors._torch import undo_transforms
 from dcp_plugin.core.tensors.kinds import size_of
-from dcp_plugin.core.types import Shape
 
 _MOST_FRAME = 1 << 20
 """Bytes that exceed the length of any frame of a tensor's payload, in all versions of torch."""
@@ -52,7 +51,7 @@ def tensor_in(
     item: bytearray,
     chunk: StoredChunk,
     dtype: torch.dtype,
-    box: tuple[Shape, Shape],
+    box: tuple[tuple[int, ...], tuple[int, ...]],
     target: torch.Tensor,
     transforms: Transforms,
 ) -> torch.Tensor:

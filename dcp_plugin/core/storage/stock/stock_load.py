@@ -25,7 +25,7 @@ from torch.futures import Future
 
 from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointMismatch, first, nearest, warn
 from dcp_plugin.core.format import values
-from dcp_plugin.core.format.columns import filled_rows
+from dcp_plugin.core.format.columns import KeyPath, filled_rows
 from dcp_plugin.core.format.index import StoredTensor
 from dcp_plugin.core.format.keys import flatten, is_empty_mapping, require_names, step_of, walked_as_stored
 from dcp_plugin.core.format.stock_objects import metadata_of
@@ -36,7 +36,7 @@ from dcp_plugin.core.records import BoxRead, ReadPlan
 from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.tensors._torch import is_tensor, sharded_value, with_memory
 from dcp_plugin.core.tensors.kinds import is_stored_whole, require_memory
-from dcp_plugin.core.types import KeyPath, ShardedValue, public_class
+from dcp_plugin.core.types import ShardedValue, public_class
 
 
 @public_class()

@@ -36,13 +36,12 @@ from torch.futures import Future
 
 from dcp_plugin.core.errors import CheckpointError, CheckpointMismatch, SaveFailed, logger, refuse_other_systems
 from dcp_plugin.core.format import stock_objects
-from dcp_plugin.core.format.columns import NO_TENSOR
 from dcp_plugin.core.format.derived_index import index_of
-from dcp_plugin.core.format.index import Location
+from dcp_plugin.core.format.index import NO_TENSOR, KeyPath, Location
 from dcp_plugin.core.format.keys import flatten, is_empty_mapping, walked_by_stock
 from dcp_plugin.core.format.metadata import Aliases, Views
 from dcp_plugin.core.format.values import WholeItem
-from dcp_plugin.core.media.choice import locate, medium_of, uncommitted_reason
+from dcp_plugin.core.media import locate, medium_of, uncommitted_reason
 from dcp_plugin.core.paths import StorageOptions, Where, as_path, is_path
 from dcp_plugin.core.planning.global_plan import Share, make_global_plan
 from dcp_plugin.core.planning.local_inventory import VALUE, LocalInventory, OfKey, ties_of
@@ -52,7 +51,7 @@ from dcp_plugin.core.storage.part_writer import Facts, PartWriter, Publication
 from dcp_plugin.core.storage.reuse import Reuse
 from dcp_plugin.core.tensors._torch_sharded import settled
 from dcp_plugin.core.tensors.kinds import is_stored_whole, require_memory
-from dcp_plugin.core.types import EncodedValue, KeyPath, Shape, ShardedValue, public_class
+from dcp_plugin.core.types import EncodedValue, ShardedValue, public_class
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ class ShardedSavePlanner(SavePlanner):
         return _narrow(value, write_item.index.fqn, tuple(box.offsets), tuple(box.sizes))
 
 
-def _narrow(value: ShardedValue, key: str, offsets: Shape, sizes: Shape) -> torch.Tensor:
+def _narrow(value: ShardedValue, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
     """Return the view of a box that is inside one of this rank's chunks."""
     for chunk in value.chunks:
         edges = zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
@@ -152,7 +151,7 @@ def _narrow(value: ShardedValue, key: str, offsets: Shape, sizes: Shape) -> torc
 def _inventory_of(plan: SavePlan, facts: LocalFacts) -> LocalInventory:
     """Return the inventory of a rank whose plan consists of DCP's own write items."""
     items: dict[str, OfKey] = {}
-    boxes: dict[str, list[tuple[Shape, Shape]]] = defaultdict(list)
+    boxes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = defaultdict(list)
     for item in plan.items:
         key, data = item.index.fqn, item.tensor_data
         if data is None:
