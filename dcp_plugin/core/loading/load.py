@@ -319,8 +319,7 @@ class Loading:
             )
             match = replace(match, warnings=[*match.warnings, lost_classes])
         for adapter in fitted.opened.adapters:
-            wanted = match.wanted[adapter.name].targets
-            if wanted:
+            if wanted := match.wanted[adapter.name].targets:
                 values = {key: targets[join(adapter.name, key)] for key, target in wanted.items() if target is None}
                 adapter.check(values, self._raises_for_missing(fitted))
         return replace(fitted, match=match, targets=targets)
