@@ -5,7 +5,8 @@
 # make docs    the site of docs/, into outputs/site, and its tests; warnings are errors
 # make bench   every benchmark        make clean   remove what these made
 # make bench-report   the benchmarks of benchmarks/RESULTS.md, and that page anew (25 minutes on a quiet machine)
-# make matrix  the wheel with pairs of Python and torch, as far as they are here; the table of docs/reference/versions.md
+# make matrix  the wheel with pairs of Python and torch, as far as they are here, and the tests of Accelerate, Lightning
+#              and transformers with their oldest versions; the tables of docs/reference/versions.md
 # make release DRY_RUN=1   build and check what would be released; without DRY_RUN, tag it as well
 # make bench-cuda     tests and benchmarks that need a GPU, with PYTHON as it is: no network is needed (eight minutes)
 #
@@ -82,8 +83,8 @@ bench-report: $(VENV)/.test
 bench-cuda:
 	@$(PYTHON) -m pytest -q tests/system/test_cuda.py; ended=$$?; $(PYTHON) -m benchmarks cuda $(ARGS) && exit $$ended
 
-matrix:
-	@$(PYTHON) tools/matrix.py $(ARGS)
+matrix: $(VENV)/.test
+	@$(BIN)/python tools/matrix.py $(ARGS)
 
 release: $(VENV)/.test
 	@$(BIN)/python -m tools.release $(if $(DRY_RUN),--dry-run) $(ARGS)

@@ -186,6 +186,7 @@ class Tracker:
 
     def follow(self, skipping: Any, batches: int) -> None:
         """Also track ``skipping``, which ``skip_first_batches`` has made from the loader: both have the same epoch."""
+        skipping.iteration = self.loader.iteration  # Accelerate before 1.15 takes the order of epoch 0
         vars(skipping.base_dataloader)["__iter__"] = _TrackedIter(self, skipping, batches)
 
     def untrack(self) -> None:

@@ -229,9 +229,8 @@ class FabricAdapter(FabricStrategy):
             # The stock strategy reads Fabric's own format, and files of plain torch.
             if self.keeps_shards:
                 local_path(path, "a file that this strategy of Fabric loads", "Copy it to a disk, and name it there.")
-            remainder: dict[str, Any] = self.stock.load_checkpoint(
-                path, state=state, strict=strict, weights_only=weights_only
-            )
+            options = packages.package_behind(self.strategy).load_options(weights_only)
+            remainder: dict[str, Any] = self.stock.load_checkpoint(path, state=state, strict=strict, **options)
             return remainder
         with self.internals.shown(path) as files:
             remainder = load(self, path, files, ordered, strict, weights_only)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -62,6 +63,11 @@ class Package:
 
     def fabric(self, name: str) -> Any:
         return importlib.import_module(f"{self.fabric_name}.{name}")
+
+    def load_options(self, weights_only: bool | None) -> dict[str, Any]:
+        """Return ``weights_only`` as an argument of Lightning's methods that load. Lightning 2.5 takes none."""
+        parameters = inspect.signature(self.fabric("strategies").Strategy.load_checkpoint).parameters
+        return {"weights_only": weights_only} if "weights_only" in parameters else {}
 
 
 LIGHTNING = Package("lightning.pytorch", "lightning.fabric", "dcp_plugin.lightning.of_lightning")

@@ -435,13 +435,13 @@ def replace_reading(
         return
 
     @functools.wraps(original)
-    def pl_load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+    def pl_load(path: Any, map_location: Any = None, **options: Any) -> Any:  # Lightning 2.5 gives no weights_only
         try:
-            return original(path, map_location=map_location, weights_only=weights_only)
+            return original(path, map_location=map_location, **options)
         except (AttributeError, OSError, EOFError):
             if (found := find(path)) is None:
                 raise
-        return read(package, sys._getframe(1).f_locals["cls"], found, map_location, weights_only)
+        return read(package, sys._getframe(1).f_locals["cls"], found, map_location, options.get("weights_only"))
 
     pl_load.opens_directories = True  # type: ignore[attr-defined]
     saving.pl_load = pl_load

@@ -54,7 +54,7 @@ from dcp_plugin.core.state import (
     without_wrappers,
 )
 from dcp_plugin.core.tensors._torch import DTensor, ShardedTensor, is_tensor
-from dcp_plugin.integration.extra_files import META, is_of_stock_lightning, is_regular_file, kind_of
+from dcp_plugin.integration.extra_files import META, is_of_stock_lightning, is_regular_file, kind_of, load_torch_file
 from dcp_plugin.integration.lightning_packages import PACKAGES, Package, package_of
 from dcp_plugin.integration.stored import EXTRA, MODEL, OPTIM, among, keys_by_name, optimizer_from_stored
 from dcp_plugin.lightning import _lightning, layout
@@ -344,13 +344,15 @@ def load_from_checkpoint(
         2
     """
     checkpoint_path, loadable, package = as_path(path, storage_options), cast(Any, cls), _package_of(cls)
-    options = {"hparams_file": hparams_file, "weights_only": weights_only, **kwargs}
+    options = {"hparams_file": hparams_file, **package.load_options(weights_only), **kwargs}
     if is_module := issubclass(cls, package.pytorch.LightningModule):
         options["strict"] = strict
     if is_regular_file(checkpoint_path):
+        if "weights_only" not in options:  # Lightning 2.5 executes code from any file
+            load_torch_file(checkpoint_path, weights_only, "load_from_checkpoint(weights_only=False)", "meta")
         return cast(Loadable, loadable.load_from_checkpoint(checkpoint_path, map_location=map_location, **options))
     open_directories()  # the package may have been imported after this module
-    loaded = _lightning.load_from_checkpoint(package, cls, _Directory(checkpoint_path), **options)
+    loaded = _lightning.load_from_checkpoint(package, cls, _Directory(checkpoint_path, weights_only), **options)
     return cast(Loadable, loaded.to(_device(map_location)) if is_module else loaded)
 
 
@@ -359,6 +361,7 @@ class _Directory:
     """Path from our own :func:`load_from_checkpoint`. Lightning passes it on to :func:`_read_directory`."""
 
     path: Where
+    weights_only: bool | None = None
 
 
 def _package_of(cls: Any) -> Package:
@@ -374,10 +377,11 @@ def _package_of(cls: Any) -> Package:
 
 
 def _read_directory(
-    package: Package, cls: Any, path: Where, map_location: Any, weights_only: bool | None
+    package: Package, cls: Any, directory: _Directory, map_location: Any, weights_only: bool | None
 ) -> Checkpoint:
     """Return Lightning's dictionary of a directory for ``load_from_checkpoint`` of a class: without the model if no
     module is to be made, without the optimizers' state if no hook can use it."""
+    path, weights_only = directory.path, directory.weights_only if weights_only is None else weights_only
     left_out = list(among(OPTIM, keys_by_name(path)))
     is_module = issubclass(cls, package.pytorch.LightningModule)
     if not is_module:
@@ -400,13 +404,13 @@ def _read_directory(
     return checkpoint
 
 
-def _directory_at(opened: Any) -> Where | None:
+def _directory_at(opened: Any) -> _Directory | None:
     """Return the path that Lightning could not open as a file, if it is a directory."""
     if isinstance(opened, _Directory):
-        return opened.path
+        return opened
     with suppress(OSError, ValueError, CheckpointError):  # Lightning's own error is raised
         if isinstance(opened, (str, os.PathLike)) and kind_of(path := as_path(opened)) == "folder":
-            return path
+            return _Directory(path)
     return None
 
 

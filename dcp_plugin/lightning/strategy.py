@@ -173,7 +173,8 @@ class LightningAdapter(StrategyAdapter):
             if self.fitting:
                 _lightning.restore_groups(self.trainer, checkpoint)
         else:  # the stock strategy reads Lightning's own format
-            checkpoint = self.stock.load_checkpoint(path, weights_only=weights_only)
+            options = packages.package_behind(self.strategy).load_options(weights_only)
+            checkpoint = self.stock.load_checkpoint(path, **options)
         if self._loaded is not None:
             self._loaded.count = len(checkpoint.get("optimizer_states", ()))
         if self.fitting:

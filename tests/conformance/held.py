@@ -311,6 +311,7 @@ class WithLightning(Program):
         from lightning.pytorch.demos.boring_classes import BoringModel
         from lightning.pytorch.strategies import DDPStrategy
 
+        from tests.lightning import TRUSTED
         from tests.training import QUIET, as_torchrun_starts_it
 
         program = self
@@ -345,7 +346,7 @@ class WithLightning(Program):
         module = BoringModel()
 
         def fit(state: State, path: Path) -> None:
-            self.trainer.fit(module, ckpt_path=path if resume else None, weights_only=False)
+            self.trainer.fit(module, ckpt_path=path if resume else None, **TRUSTED)
 
         self.tool.do("load", fit, {}, resume or "")
 

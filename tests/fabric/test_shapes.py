@@ -17,6 +17,7 @@ from torch import nn
 
 from tests.compare import same_tree
 from tests.launch import on_ranks
+from tests.lightning import TRUSTED
 from tests.training import WORLD_SIZE
 
 
@@ -78,10 +79,10 @@ def _load(fabric: Any, path: Path, shape: str, way: str, fresh: Objects) -> Any:
         state = {**dict(list(state.items())[:1]), "absent": 5}
     if way == "strict":
         state = {**state, "absent": 5}
-    options: dict[str, Any] = {"strict": way != "not strict", "weights_only": False}
+    options: dict[str, Any] = {"strict": way != "not strict", **TRUSTED}
     try:
         if way == "without a state":
-            rest = fabric.load(path, weights_only=False)
+            rest = fabric.load(path, **TRUSTED)
         elif way.startswith("raw"):
             rest = fabric.load_raw(path, fresh.optimizer if way == "raw optimizer" else fresh.model, **options)
         else:

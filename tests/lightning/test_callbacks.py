@@ -11,6 +11,7 @@ import torch
 
 from tests.compare import assert_same, full_state
 from tests.launch import on_ranks
+from tests.lightning import LIGHTNING
 from tests.training import WORLD_SIZE
 
 
@@ -53,6 +54,7 @@ def _resumes(
         assert_same(also(straight), also(one))
 
 
+@pytest.mark.skipif(LIGHTNING < (2, 6), reason="Lightning 2.5 has no EMAWeightAveraging")
 @on_ranks(2)
 def test_weight_averaging_resumes(tmp_path: Path) -> None:
     """torch cannot copy what fully_shard has sharded, which this callback does."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +195,23 @@ def test_lightnings_own_method_opens_what_ours_opens(root: Path, package: str) -
     for missing in (root / "none.ckpt", "memory://none.ckpt"):
         with pytest.raises(FileNotFoundError):
             Small.load_from_checkpoint(missing)
+
+
+@on_ranks(1)
+def test_code_in_a_file_is_executed_only_where_it_is_allowed(tmp_path: Path) -> None:
+    import lightning.pytorch as pl
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from dcp_plugin import UnsafeCheckpoint
+    from dcp_plugin.lightning import load_from_checkpoint
+
+    weights, path = BoringModel().state_dict(), tmp_path / "x.ckpt"
+    saved = {"state_dict": weights, "pytorch-lightning_version": pl.__version__, "code": argparse.Namespace()}
+    torch.save(saved, path)
+    for weights_only in (None, True):
+        with pytest.raises((UnsafeCheckpoint, pickle.UnpicklingError), match=r"argparse\.Namespace"):
+            load_from_checkpoint(BoringModel, path, weights_only=weights_only)
+    assert_same(load_from_checkpoint(BoringModel, path, weights_only=False).state_dict(), weights)
 
 
 @on_ranks(1)

@@ -18,6 +18,7 @@ import torch
 from tests import launch, sampling
 from tests.compare import assert_same, weights_of
 from tests.launch import on_ranks
+from tests.lightning import TRUSTED
 from tests.lives import layouts_of, read, write
 from tests.training import WORLD_SIZE
 
@@ -171,7 +172,7 @@ def test_code_is_executed_only_where_it_is_allowed(tmp_path: Path) -> None:
         resume: dict[str, Any] = {"ckpt_path": path, "callbacks": [Settings()]}
         if layout == "fsdp2":  # trap 5: the argument is dropped
             with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
-                stock.fit(layout, 2, weights_only=False, **resume)
+                stock.fit(layout, 2, **TRUSTED, **resume)
         for io in (DCPCheckpointIO(), DCPCheckpointIO(weights_only=True)):
             with pytest.raises(UnsafeCheckpoint, match=r"argparse.Namespace.*DCPCheckpointIO\(weights_only=False\)"):
                 stock.fit(layout, 2, plugins=[io], **resume)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tests.compare import same_tree
 from tests.launch import on_ranks
+from tests.lightning import TRUSTED
 from tests.messages import warned
 
 
@@ -46,7 +47,7 @@ def test_an_average_of_one_rank_comes_back_in_both_generations(
         trainer = t.trainer_for(
             "ddp", [average] if has_callback else [], plugin=not stock, stock=stock, max_steps=steps
         )
-        trainer.fit(t.Model("ddp"), t.plain_loader("ddp"), ckpt_path=path, weights_only=False)
+        trainer.fit(t.Model("ddp"), t.plain_loader("ddp"), ckpt_path=path, **TRUSTED)
         assert not path or not has_callback or same_tree(average.shadow, _average(int(path.stem)))
         return trainer
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.launch import on_ranks
+from tests.lightning import TRUSTED
 from tests.places import names_in
 
 
@@ -214,7 +215,7 @@ def test_what_omegaconf_made_is_omegaconfs_again_and_nothing_is_resolved_on_the_
             resolved.clear()
             if stock:
                 in_checkpoint = torch.load(root / "x", weights_only=False)
-                loaded = type(made).load_from_checkpoint(root / "x", weights_only=False)
+                loaded = type(made).load_from_checkpoint(root / "x", **TRUSTED)
             else:
                 in_checkpoint = DCPCheckpointIO().load_checkpoint(root / "x")
                 loaded = load_from_checkpoint(type(made), root / "x")

@@ -165,9 +165,21 @@ def test_the_matrix_of_the_workflow_is_that_of_make_matrix() -> None:
         "python": list(matrix.PYTHONS),
         "torch": list(matrix.TORCHES),
     }
-    said = {one.rpartition(" ")[2] for one in PROJECT["project"]["classifiers"] if "Python :: 3." in one}
-    assert said == set(matrix.PYTHONS)
+    assert workflow["jobs"]["oldest"]["strategy"]["matrix"] == {"framework": list(matrix.FRAMEWORKS)}
     assert set(matrix.known()) == {(python, torch) for python in matrix.PYTHONS for torch in matrix.TORCHES}
+
+
+def test_the_classifiers_name_each_python_that_was_tried() -> None:
+    named = {entry.rpartition(" ")[2] for entry in PROJECT["project"]["classifiers"] if "Python :: 3." in entry}
+    assert named == {python for (python, _), result in matrix.known().items() if result.startswith("passed")}
+
+
+@pytest.mark.parametrize("framework", matrix.FRAMEWORKS)
+def test_a_framework_has_one_lower_bound_which_was_tried(framework: str) -> None:
+    version, result = matrix.known_oldest()[framework]
+    needs = {need for needs in EXTRAS.values() for need in needs if re.match(rf"{framework}\b(?!-)", need)}
+    assert needs == {f"{framework}>={version}"}
+    assert re.fullmatch(r"\d+ passed(, \d+ skipped)?", result)
 
 
 @pytest.mark.parametrize(
