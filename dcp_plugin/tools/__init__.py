@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dcp_plugin.tools.divergence import Divergence, first_divergence
     from dcp_plugin.tools.export import ExportReport
     from dcp_plugin.tools.listing import ListedCheckpoint, Run, list_runs
+    from dcp_plugin.tools.probes import DoctorReport, Probe, doctor
     from dcp_plugin.tools.prune import PrunedCheckpoint, PrunedLeftover, PruneReport
     from dcp_plugin.tools.run_report.page import report
     from dcp_plugin.tools.verify import VerifyReport
@@ -30,13 +31,16 @@ _HOME_OF = {
     "CheckpointState": "dcp_plugin.core.types",
     "CopyReport": "dcp_plugin.tools.copy",
     "Divergence": "dcp_plugin.tools.divergence",
+    "DoctorReport": "dcp_plugin.tools.probes",
     "ExportReport": "dcp_plugin.tools.export",
     "ListedCheckpoint": "dcp_plugin.tools.listing",
+    "Probe": "dcp_plugin.tools.probes",
     "PruneReport": "dcp_plugin.tools.prune",
     "PrunedCheckpoint": "dcp_plugin.tools.prune",
     "PrunedLeftover": "dcp_plugin.tools.prune",
     "Run": "dcp_plugin.tools.listing",
     "VerifyReport": "dcp_plugin.tools.verify",
+    "doctor": "dcp_plugin.tools.probes",
     "first_divergence": "dcp_plugin.tools.divergence",
     "list_runs": "dcp_plugin.tools.listing",
     "report": "dcp_plugin.tools.run_report.page",
@@ -48,13 +52,16 @@ __all__ = [
     "CheckpointState",
     "CopyReport",
     "Divergence",
+    "DoctorReport",
     "ExportReport",
     "ListedCheckpoint",
+    "Probe",
     "PruneReport",
     "PrunedCheckpoint",
     "PrunedLeftover",
     "Run",
     "VerifyReport",
+    "doctor",
     "first_divergence",
     "list_runs",
     "report",

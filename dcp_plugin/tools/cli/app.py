@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 
 from dcp_plugin.core.errors import EXPLAINED
 from dcp_plugin.core.types import VERSION
-from dcp_plugin.tools.cli import compare, inspection, load_plan, runs, transfers
+from dcp_plugin.tools.cli import compare, inspection, load_plan, probing, runs, transfers
 from dcp_plugin.tools.cli.terminal import Answer, reported
 
 _OTHER_NAMES = {"info": "inspect", "show": "inspect", "convert": "export", "rm": "prune", "delete": "prune"}
@@ -41,8 +41,8 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     help="Inspect, check, compare, copy, convert and delete checkpoints, on a disk or in an object store: those of "
     "this package, of stock torch.distributed.checkpoint and of other tools. Exit status: 0 done; 1 the answer is no "
-    "(damage, a difference, a load that would fail); 2 wrong usage; 3 an error; 4 the answer lacks what is damaged; "
-    "130 interrupted.",
+    "(damage, a difference, a load or save that would fail); 2 wrong usage; 3 an error; 4 the answer lacks what is "
+    "damaged; 130 interrupted.",
     cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -117,6 +117,7 @@ COMMANDS: dict[str, tuple[Callable[..., Answer | None], str, str]] = {
     "copy": (transfers.copy_command, "cp", "Copy checkpoints between disks and buckets."),
     "report": (runs.report_command, "", "Write one page about a run."),
     "load-plan": (load_plan.load_plan_command, "", "Show what a partial load would take."),
+    "doctor": (probing.doctor_command, "", "Probe what a save will find in a place."),
     "explain": (explain_command, "", "Explain an error."),
 }
 """Commands, with alias and description in the list of commands."""

@@ -195,7 +195,7 @@ def _begin(
             reservation = _put_record(client, final, published, _later(entry.modified), noted)
         held = _held[reservation.token]
         if final.store not in _conditional:
-            _conditional[final.store] = _refuses(client, held.record, held.contents)
+            _conditional[final.store] = refuses_other_tags(client, held.record, held.contents)
             if not _conditional[final.store]:
                 _warn_unconditional(final.store)
         with interrupts_held():
@@ -259,7 +259,7 @@ def _put_over(client: Client, final: ObjectPath, key: str, data: bytes, tag: str
     client.put(key, data)
 
 
-def _refuses(client: Client, record: str, contents: bytes) -> bool:
+def refuses_other_tags(client: Client, record: str, contents: bytes) -> bool:
     """Return whether the store refuses a put over an object, on the condition that it is absent or has another tag."""
     for tag in (None, _OTHER_TAG):
         try:
