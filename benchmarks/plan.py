@@ -197,9 +197,7 @@ def _inventory(state: Flat) -> LocalInventory:
 
 
 def _planned(exchange: PlanExchange, ranks: Ranks, inventory: LocalInventory, state: Flat) -> RankPlan:
-    def claim() -> bytes:
-        return exchange.claim(inventory, replicas=lambda replicas: replicas.sum(state, "run/step-1"))
-
+    claim = partial(exchange.claim, Path("run/step-1"), ranks, state, inventory)
     return exchange.plan("plan", ranks, inventory, ranks.combine("plan", claim, exchange.answer))
 
 

@@ -73,9 +73,12 @@ class Checkpointer:
     def __init__(self, config: CheckpointConfig | None = None, *, solo: bool = False, **overrides: Any) -> None:
         refuse_other_systems()
         self.config = CheckpointConfig.merge(config, ("solo",), **overrides)
-        talks = self.config.when_busy == "skip" or self.config.save_interval is not None
-        aside = self.config.async_save and talks
-        self._groups = RankGroups(settings_of_all_ranks(self.config), self.config.timeout, solo, aside)
+        # With these settings a call asks rank 0 while the thread of a save uses the group of saves. Two threads must
+        # not use one group, so such calls need a second one.
+        needs_second = self.config.async_save and (
+            self.config.when_busy == "skip" or self.config.save_interval is not None
+        )
+        self._groups = RankGroups(settings_of_all_ranks(self.config), self.config.timeout, solo, needs_second)
         self._saving = SavePipeline(self.config)
         self._queue = SaveQueue()
         self._writer: Writer = CallingThread(self.config, self._saving, self._groups)
@@ -155,12 +158,44 @@ class Checkpointer:
             CheckpointError: Another call of this checkpointer is under way, in another thread or as the caller of this
                 one; or a subscriber makes this call while a save is in flight. Raised on this rank alone.
         """
-        return Internals(self).save(state, path, step, files, owners, durable, metrics)
+        return self._save(state, path, step, files, owners, durable, metrics)
+
+    def _save(
+        self,
+        state: Mapping[str, Any],
+        path: PathLike,
+        step: int | None,
+        files: Callable[[Path], None] | None,
+        owners: Iterable[Any],
+        durable: bool,
+        metrics: Mapping[str, Any] | None,
+        views: Views | None = None,
+        aliases: Aliases | None = None,
+        kinds: Mapping[str, str] | None = None,
+    ) -> RunningSave:
+        began = time.monotonic()
+        handle = RunningSave(as_path(path, self.config.storage_options), step)
+        call = Call.save(handle.path, step)
+        with self._queue.beginning(handle), together(call):
+            if self.config.finish_on_sigterm:
+                from dcp_plugin.core.saving import sigterm  # imported late, since few configurations use it
+
+                sigterm.watch(self._queue, self.config.timeout)
+            may_skip = self.config.async_save and self.config.when_busy == "skip"
+            if may_skip and is_rank_zero_busy(self._queue, self._groups, handle.path):
+                handle.set_skipped()
+                return handle
+            ranks = self._writer.wait_for_ranks()
+            request = SaveRequest(handle.path, call, step, began, None, views or {}, aliases or {}, files, durable)
+            live = LiveState(state, kinds or {}, list(owners), metrics or {}, self._compared, is_data=kinds is not None)
+            self._writer.submit(handle, request, live, ranks)
+            self._timing.paused(time.monotonic() - began, saving=True)
+        return handle
 
     def load(
         self, state: Mapping[str, Any], path: PathLike, partial: PartialLoad | None = None, strict: bool = True
     ) -> LoadReport:
-        """Fill ``state`` from a checkpoint, in place. Collective.
+        """Fill ``state`` from a checkpoint, in place. Collective. A save in the background is waited for first.
 
         Modules and optimizers may be wrapped and distributed differently than at the save.
 
@@ -195,6 +230,8 @@ class Checkpointer:
                 ``False`` takes precedence over the policy ``"error"`` of ``partial``, but not over ``"warn"``.
 
         Raises:
+            SaveFailed: An earlier background save failed, and no caller has got its error; raised on every rank.
+                Nothing is loaded.
             CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: The checkpoint cannot be
                 loaded; raised on every rank. A damaged checkpoint that an automatic resume has chosen is quarantined:
                 the next resume ignores it.
@@ -215,7 +252,7 @@ class Checkpointer:
         shown: SourceFiles | None = None,
     ) -> LoadReport:
         with self._queue.call(f"load {path}"), together(Call.load(path)):
-            ranks = self._writer.idle_ranks()
+            ranks = self._writer.wait_for_ranks()
             wait_until_staged()  # another checkpointer may be copying memory that this load overwrites
             location = as_path(path, self.config.storage_options)
             if ranks.launch is not None:
@@ -223,6 +260,8 @@ class Checkpointer:
 
                 launches.refuse_another_rank(location, ranks.launch)
             opening = self._open_in_source(location, ranks) if shown is None else nullcontext(shown)
+            # The files are innermost: with keeper.dir, this rank serves other ranks until their block ends. All ranks
+            # have left it when they meet to quarantine. The collector is outermost: opening makes most of the objects.
             with collector_paused(), quarantine_damaged(ranks, location, mode is LoadMode.RESTORE), opening as files:
                 loading = Loading(ranks, self.config, location, partial, strict, files, mode)
                 report = loading.run(state)
@@ -258,6 +297,7 @@ class Checkpointer:
                 handle.refuse_in_callback(f"remove {path}")
                 handle.wait_done()
         deletion.refuse_other_things(location)
+        # A keeper that this checkpointer has met asks all nodes. Otherwise the source deletes the parts of this node.
         (self._writer.saves or self._source).forget(location)
         deletion.remove(location)
 
@@ -302,7 +342,7 @@ class Checkpointer:
             ...         checkpointer.save({"model": model}, f"run/step-{step}", step=step)
             >>> checkpointer.close()
         """
-        return self._timing.due(step, self._groups.front)
+        return self._timing.due(step, self._groups.for_calls)
 
     def close(self) -> None:
         """Finish the saves in flight, free the host copy and leave the process group. Later saves are possible.
@@ -358,25 +398,7 @@ class Internals:
                 them by kind, as it matches live objects. With it, all of ``state`` is data: an object in a mapping is a
                 value, and its ``state_dict`` is not called.
         """
-        began = time.monotonic()
-        handle = RunningSave(as_path(path, self.of.config.storage_options), step)
-        call = Call.save(handle.path, step)
-        with self.of._queue.beginning(handle), together(call):
-            if self.of.config.finish_on_sigterm:
-                from dcp_plugin.core.saving import sigterm  # imported late, since few configurations use it
-
-                sigterm.watch(self.of._queue, self.of.config.timeout)
-            may_skip = self.of.config.async_save and self.of.config.when_busy == "skip"
-            if may_skip and is_rank_zero_busy(self.of._queue, self.of._groups, handle.path):
-                handle.set_skipped()
-                return handle
-            ranks = self.of._writer.idle_ranks()
-            request = SaveRequest(handle.path, call, step, began, None, views or {}, aliases or {}, files, durable)
-            is_data = kinds is not None
-            live = LiveState(state, kinds or {}, list(owners), metrics or {}, self.of._compared, is_data)
-            self.of._writer.submit(handle, request, live, ranks)
-            self.of._timing.paused(time.monotonic() - began, saving=True)
-        return handle
+        return self.of._save(state, path, step, files, owners, durable, metrics, views, aliases, kinds)
 
     def restore(
         self,
@@ -408,13 +430,13 @@ class Internals:
             The files, valid during the block; None if the checkpoint can be read at its path.
 
         Raises:
-            RankFailure: See :meth:`Checkpointer.load`.
+            SaveFailed, RankFailure: See :meth:`Checkpointer.load`.
         """
         if not has_local_tier(self.of.config):
             yield None
             return
         with self.of._queue.call(f"look at {path}"):
-            ranks = self.of._writer.idle_ranks()
+            ranks = self.of._writer.wait_for_ranks()
             location = as_path(path, self.of.config.storage_options)
             if self.of._writer.saves is None:
                 self.of._source.settle(location.parent, ranks)
@@ -430,11 +452,12 @@ class Internals:
         Before the search, keepers of an earlier training finish the saves that they have received.
 
         Raises:
+            SaveFailed: See :meth:`Checkpointer.load`.
             RankFailure: A rank died, or did not answer within the timeout.
         """
         if self.of.config.keeper is None:
             return ()
-        ranks, location = self.of._writer.idle_ranks(), as_path(root, self.of.config.storage_options)
+        ranks, location = self.of._writer.wait_for_ranks(), as_path(root, self.of.config.storage_options)
         self.of._source.settle(location, ranks)
         return tuple(self.of._source.states(location, ranks))
 
@@ -473,7 +496,7 @@ class Internals:
     @property
     def ranks(self) -> Ranks:
         """The group in which an integration lets all ranks agree. Collective."""
-        return self.of._groups.front()
+        return self.of._groups.for_calls()
 
     def all_ranks_come_to(self, step: str, within: float) -> bool:
         """Return whether every rank makes this call, for situations in which some ranks may not. True for a single
@@ -482,7 +505,7 @@ class Internals:
         The result is False after ``within`` seconds. It is False at once if the ranks have not met yet, or if an
         earlier failure has closed their group.
         """
-        ranks = self.of._groups.known
+        ranks = self.of._groups.group_of_saves
         return self.of._groups.solo or (ranks is not None and ranks.usable and ranks.all_come_to(step, within))
 
     def share_timing(self, other: Checkpointer) -> None:

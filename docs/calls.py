@@ -1,10 +1,10 @@
 """Draw the way of a save, of a background save and of a load, from traces of one process.
 
 ``python docs/calls.py`` writes the drawings into docs/project/architecture.md, and a test compares that page with a
-fresh trace. Run it after a change of the stages. A column is a room, and an arrow a call, with the file of the called
+fresh trace. Run it after a change of the stages. A column is a folder, and an arrow a call, with the file of the called
 function and the records (:mod:`dcp_plugin.core.records`) that it takes. A dashed arrow returns a record. Each stage
-shows one call for each file of another room. Left out are most calls within a room, the modules in ``USED_BY_ALL`` and
-``HELPERS``, calls of events to their subscribers, and threads that read or write for a stage.
+shows one call for each file of another folder. Left out are most calls within a folder, the modules in ``USED_BY_ALL``
+and ``HELPERS``, calls of events to their subscribers, and threads that read or write for a stage.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _without(calls: list[Call], hidden: Callable[[Call], bool]) -> list[Call]:
 
 
 def rooms(roots: dict[str, list[Call]]) -> dict[tuple[str, str], None]:
-    """Return the pairs of rooms of which one calls the other, without those that all others use."""
+    """Return the pairs of folders of which one calls the other, without those that all others use."""
     edges: dict[tuple[str, str], None] = {}
 
     def walk(caller: Call) -> None:
@@ -211,7 +211,7 @@ class Drawing:
                 self._made.update((name, room) for name in makes for room in ("", caller.room))
 
     def _is_new(self, name: str, caller: Call, crosses: bool) -> bool:
-        """Return whether a returned record is to be drawn: for each room once, in a room by the outermost function."""
+        """Return whether a returned record is to be drawn: once for each folder, by its outermost function."""
         if crosses:
             return (name, caller.room) not in self._made
         return (name, "") not in self._made and name not in caller.returns

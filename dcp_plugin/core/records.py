@@ -44,7 +44,7 @@ from dcp_plugin.core.format.index import CheckpointIndex, KeyPath, Places
 from dcp_plugin.core.format.summary import Summary
 from dcp_plugin.core.media import Readable
 from dcp_plugin.core.paths import Where
-from dcp_plugin.core.types import Flat, ShardedValue, Wanted, public_class
+from dcp_plugin.core.types import Box, Flat, ShardedValue, Wanted, public_class
 
 if TYPE_CHECKING:
     import torch
@@ -56,9 +56,6 @@ if TYPE_CHECKING:
     from dcp_plugin.core.planning.local_inventory import LocalInventory
     from dcp_plugin.core.planning.replicas import LocalReplicas
     from dcp_plugin.core.ranks.collectives import Call
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Begin and end of a part of a tensor, in each dimension; ``((), ())`` for no part at all."""
 
 Shards = Mapping[str, Mapping[str, Box]]
 """Parts of sharded parameters on this rank: by the name of their optimizer, then by the name of the parameter."""
@@ -151,7 +148,8 @@ class StagedState:
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Keys left out of the state because the base has them -> their keys in the base."""
     rounded: Mapping[str, str] = field(default_factory=dict)
-    """Keys left out whose numbers the load from the base has rounded -> the dtype in this state."""
+    """Keys left out that the base has in a dtype of more precision -> their dtype in this state. The load from the base
+    has rounded their numbers to it. A load of this checkpoint needs the same dtype."""
     base: Mapping[str, str] = field(default_factory=dict)
     """Record of the base in the summary; empty without one."""
 
@@ -316,6 +314,9 @@ class Match:
     problems: Sequence[str]
     """Reasons why the load is impossible; empty if it is possible."""
     warnings: Sequence[str]
+    scales: Mapping[str, bool] = field(default_factory=dict)
+    """Key in the checkpoint of a quantized tensor -> True if its scale is applied; False if it is loaded as it is
+    stored."""
 
 
 class BoxRead(NamedTuple):
@@ -332,6 +333,8 @@ class BoxRead(NamedTuple):
     sizes: tuple[int, ...]
     fills_tensor: bool = False
     """True if this rank wants the complete tensor, of which the box may be a part."""
+    is_scaled: bool = False
+    """True if the elements are multiplied with the scale of a quantized tensor."""
 
 
 LARGEST_CHUNK = 1 << 20

@@ -84,7 +84,8 @@ class KeeperFactories:
 
     source: Callable[[CheckpointConfig], Source]
     writer: Callable[..., Any]
-    """Make a :class:`~dcp_plugin.core.saving.writers.Writer` over another one."""
+    """A ``WriterFactory`` of :mod:`dcp_plugin.core.saving.writers`, which this module cannot import. mypy checks the
+    type where the package of the keeper makes this record."""
 
 
 def keeper_of(config: CheckpointConfig) -> KeeperFactories | None:

@@ -39,6 +39,13 @@ def public_class(package: str = "dcp_plugin") -> Callable[[C], C]:
     return named
 
 
+class Box(NamedTuple):
+    """A rectangular part of a tensor; ``Box((), ())`` for no part at all."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
 class LocalChunk(NamedTuple):
     """A box of a global tensor on this rank: ``tensor`` has shape ``sizes`` and starts at ``offsets``."""
 
@@ -82,8 +89,8 @@ class ShardedValue:
 
 
 class Standing(enum.IntEnum):
-    """Right of a rank's entry to be the value of its key. If the entries of ranks differ, those with the lowest number
-    here count, and the others are ignored."""
+    """Precedence of an entry among those that several ranks have under one key. A checkpoint stores an entry with the
+    lowest number here, and ignores entries with a higher one."""
 
     HOLDS = 0
     CHANGED = 1
@@ -123,8 +130,8 @@ class Wanted:
     """Tensors to fill; :class:`~dcp_plugin.core.state.module_load.Deferred` for tensors that get memory later; None for
     other values, which the loaded values replace."""
     stored_as: dict[str, str] = field(default_factory=dict)
-    """Targets of an optimizer -> their key in the checkpoint, if it differs: the key of this rank's own state, or a key
-    with the number of the parameter."""
+    """Targets of an optimizer -> their key in the checkpoint, if it differs. That key names a rank if each rank stored
+    its own state. It has a number in place of the parameter's name if the optimizer was saved by numbers."""
     resized: dict[str, Any] = field(default_factory=dict)
     """The object's tensors whose shape differs from the checkpoint's. ``targets`` has the checkpoint's shape."""
     unfillable: dict[str, str] = field(default_factory=dict)
@@ -209,7 +216,7 @@ class OfEachRank:
 
 @dataclass(frozen=True)
 class RankEntry:
-    """Place of a value that differs between ranks."""
+    """Entry of one rank, for a value that differs between ranks."""
 
     above: str
     """Name that the entries of all ranks share."""

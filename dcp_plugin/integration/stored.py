@@ -23,13 +23,12 @@ from torch import nn
 
 from dcp_plugin.core.errors import UnsafeCheckpoint, some
 from dcp_plugin.core.format.index import MAPPING_CLASSES, Entry, Location, StoredTensor, StoredValue
-from dcp_plugin.core.format.keys import flatten, of_class_of
+from dcp_plugin.core.format.keys import encode_state, flatten, of_class_of
 from dcp_plugin.core.format.keys import holds_sharded as holds_sharded
 from dcp_plugin.core.format.values import encode as encode
 from dcp_plugin.core.format.values import is_storable as is_storable
 from dcp_plugin.core.format.values import mapping_class
 from dcp_plugin.core.paths import PathLike, StoreOptions
-from dcp_plugin.core.planning.save import encode_state
 from dcp_plugin.core.sources import SourceFiles
 from dcp_plugin.core.state import GROUPS, CalledLast, NamesOnly, unflatten_optimizer
 from dcp_plugin.core.storage.reader import CheckpointReader

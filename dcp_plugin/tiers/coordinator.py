@@ -383,7 +383,7 @@ class Coordinator:
             token, time = self._published.get(path, ("", 0.0))
             if token > save.token or _newest_at(save.path, time, save.head.save_id) >= recorded:
                 raise SaveFailed(f"a newer save was published at {path}. An older save does not replace it.")
-            save.published_at = publication.publish(index, self._facts(save)).time
+            save.published_at = publication.compose_and_commit(index, self._facts(save)).time
             self._published[path] = save.token, save.published_at
 
     def _write_locally(self, save: Save) -> None:
@@ -393,9 +393,9 @@ class Coordinator:
         sizes = {name: size for part in parts for name, size in part.files.items()}
         index = self._index(save, sizes)
         index.extra_files = {name: comparison for part in parts for name, comparison in part.attached.items()}
-        attached = {name.partition("/")[0] for name in index.extra_files}
+        extra_files = {name.partition("/")[0] for name in index.extra_files}
         files, summary = compose(
-            save.path, StorageMeta(str(save.path), head.save_id), index, self._facts(save), attached, recorded
+            save.path, StorageMeta(str(save.path), head.save_id), index, self._facts(save), extra_files, recorded
         )
         all_sizes = sizes | {name: size for part in parts for name, size in part.attached_sizes.items()}
         all_sizes |= {name: len(data) for name, data in files.items()}

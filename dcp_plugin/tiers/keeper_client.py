@@ -272,13 +272,13 @@ class KeeperClient:
 
     # Saves
 
-    def hand_over(self, path: Where, token: str, job: Attempt[RankJob], attached: Path | None, ranks: Ranks) -> None:
+    def hand_over(self, path: Where, token: str, job: Attempt[RankJob], extra_files: Path | None, ranks: Ranks) -> None:
         """Give a save to the keepers. When it returns, no rank is needed any more. Collective.
 
         Args:
             token: Name of the save; the same on all ranks.
             job: The job of this rank.
-            attached: A directory in the journal with the extra files.
+            extra_files: A directory in the journal with the extra files.
 
         Raises:
             CheckpointError: On every rank: the save was not handed over.
@@ -288,7 +288,7 @@ class KeeperClient:
             mine = job.get()
             self.refuse_if_passed_over()
             try:
-                self.journal.hand_over(mine, attached)
+                self.journal.hand_over(mine, extra_files)
                 host, address = self._address()
             except (OSError, TypeError, KeeperLost) as error:
                 raise NoSharedMemory(f"rank {self.rank} cannot hand over {path}: {error}") from error

@@ -108,14 +108,14 @@ class KeeperWriter:
             logger.warning("%s is saved without a keeper: %s", handle.path, error)
         self._fallback.submit(handle, request, live, ranks)
 
-    def idle_ranks(self) -> Ranks:
+    def wait_for_ranks(self) -> Ranks:
         """Wait until no save in flight talks to other ranks. Each rank learns at another time how a save ends, so the
         error of a failed save is raised by the caller that waits for it."""
         for handle in self._queue.handles:
             handle.wait_turn()
         self._queue.drop_succeeded()
         self.free_modules()
-        return self._groups.main()
+        return self._groups.for_saves()
 
     def free_modules(self) -> None:
         take_off_hooks()
@@ -193,16 +193,16 @@ class KeptSaves:
         self._renew_group(ranks)
         self._queue.closes_at = None
         # The training waits for this block. The thread is started at its end.
-        with self._files_of(handle, request, ranks) as attached, collector_paused(), module_cache():
+        with self._files_of(handle, request, ranks) as extra_files, collector_paused(), module_cache():
             copy = begin_copy(self._pipeline, handle, live, Attempt.of(self._pool), ranks)
             is_lazy = self._config.staging == "lazy"
             if is_lazy and ranks.combine(f"stage {handle.path}", lambda: not copy.get().copied_at_once, any):
                 # A rank copies the rest in its thread. So all ranks hand over in their threads: that is collective.
-                self._start_handover(handle, self._timed(request), copy, attached, ranks)
+                self._start_handover(handle, self._timed(request), copy, extra_files, ranks)
                 return
             staged = finish_copy(self._pipeline, handle, copy, ranks)
             with self._followed_or_freed():
-                save = self._hand_over(request, staged, attached, ranks)
+                save = self._hand_over(request, staged, extra_files, ranks)
                 timed = self._timed(request)
                 self._queue.start(
                     handle,
@@ -217,7 +217,7 @@ class KeptSaves:
         handle: RunningSave,
         request: SaveRequest,
         copy: Attempt[HostCopy],
-        attached: Path | None,
+        extra_files: Path | None,
         ranks: Ranks,
     ) -> None:
         """Start a thread that finishes the copy, hands it over and follows the save."""
@@ -226,7 +226,7 @@ class KeptSaves:
             staged = finish_copy(self._pipeline, handle, copy, ranks)
             try:
                 with self._followed_or_freed():
-                    save = self._hand_over(request, staged, attached, ranks)
+                    save = self._hand_over(request, staged, extra_files, ranks)
                     self._enter(save, handle)
             except Exception as error:
                 self._pipeline.fail(error, request, ranks.rank)
@@ -238,14 +238,14 @@ class KeptSaves:
     def _files_of(self, handle: RunningSave, request: SaveRequest, ranks: Ranks) -> Iterator[Path | None]:
         """Yield a directory of this rank with the caller's files; None if there are none. Collective if the caller has
         files."""
-        attached: Path | None = None
+        extra_files: Path | None = None
         if (files := request.files) is not None:
-            attached = ranks.agree(f"add files to {handle.path}", lambda: self._add_files(files))
+            extra_files = ranks.agree(f"add files to {handle.path}", lambda: self._add_files(files))
         try:
-            yield attached
+            yield extra_files
         finally:  # the thread renames the directory when it hands the save over
-            if attached is not None and handle not in self._queue.handles:
-                shutil.rmtree(attached, ignore_errors=True)
+            if extra_files is not None and handle not in self._queue.handles:
+                shutil.rmtree(extra_files, ignore_errors=True)
 
     def _add_files(self, files: Callable[[Path], None]) -> Path | None:
         try:
@@ -282,7 +282,7 @@ class KeptSaves:
         return replace(request, blocked_seconds=time.monotonic() - request.began)
 
     def _hand_over(
-        self, request: SaveRequest, staged: Attempt[StagedState], attached: Path | None, ranks: Ranks
+        self, request: SaveRequest, staged: Attempt[StagedState], extra_files: Path | None, ranks: Ranks
     ) -> _HandedOver:
         """Plan, and give the save to the keepers. Collective.
 
@@ -308,7 +308,7 @@ class KeptSaves:
             events.emit(events.SaveStarted(request.path, request.step))
             return self._job(token, request, staged.get(), planned, ranks)
 
-        self.client.hand_over(request.path, token, Attempt.of(begin), attached, ranks)
+        self.client.hand_over(request.path, token, Attempt.of(begin), extra_files, ranks)
         return _HandedOver(token, staged.get(), planned)
 
     def _job(
@@ -455,7 +455,7 @@ class KeptSaves:
         def write() -> events.SaveFinished:
             with together(request.call):  # another thread than the one that follows the save
                 return self._pipeline.plan_write_publish(
-                    publication, request, staged, ranks, planned=reserve, degraded=reason
+                    publication, request, staged, ranks, reserve_planned=reserve, degraded=reason
                 )
 
         try:

@@ -121,14 +121,14 @@ class Node:
             raise SaveFailed(f"the host copy of rank {rank} for {job.path} is gone ({error})") from error
         written = writer.write(items, rank, to, job.frozen)
         spent = replace(job.spent, write_seconds=time.monotonic() - began)
-        beside = self.journal.files_of(token, rank)
-        attached: dict[str, str] = {}
-        if beside.is_dir():
-            add_files(medium, to, lambda target: copy_tree(beside, target))
-            attached = comparisons_below(medium_of(beside), beside)
-        sizes = {name: (beside / name).stat().st_size for name in attached}
+        extra_files = self.journal.files_of(token, rank)
+        comparisons: dict[str, str] = {}
+        if extra_files.is_dir():
+            add_files(medium, to, lambda target: copy_tree(extra_files, target))
+            comparisons = comparisons_below(medium_of(extra_files), extra_files)
+        sizes = {name: (extra_files / name).stat().st_size for name in comparisons}
         files = _sizes_of_data_files(folder, rank) if directory is None else {}
-        part = Part(replace(written, spent=spent), files, attached, sizes, str(directory or ""))
+        part = Part(replace(written, spent=spent), files, comparisons, sizes, str(directory or ""))
         self.journal.add_part(token, rank, part)
         return part
 

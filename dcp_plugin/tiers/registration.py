@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dcp_plugin.core.saving.writers import WriterFactory
 from dcp_plugin.core.sources import KeeperFactories
 from dcp_plugin.tiers.keeper_writer import KeeperWriter
 from dcp_plugin.tiers.source import NodesSource
 
-KEEPER = KeeperFactories(NodesSource, KeeperWriter)
+_WRITER: WriterFactory = KeeperWriter
+KEEPER = KeeperFactories(NodesSource, _WRITER)

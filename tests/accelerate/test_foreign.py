@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
@@ -29,11 +30,20 @@ def _save(root: Path) -> None:
         run.train(2)
         run.accelerator.save_state(str(root / layout))
         state = run.whole_state()
+        if layout != "ddp":
+            _save_rank_files(run, str(root / f"{layout}_ranks"))
         if layout == "fsdp2":
             run.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
             run.accelerator.save_state(str(root / "fsdp2_full"))
         if run.accelerator.is_main_process:
             torch.save(state, root / f"{layout}.pt")
+
+
+def _save_rank_files(run: Any, folder: str) -> None:
+    """Write one file per rank with Accelerate's own functions."""
+    plugin = run.accelerator.state.fsdp_plugin
+    save_fsdp_model(plugin, run.accelerator, run.model, folder, use_dcp=False)
+    save_fsdp_optimizer(plugin, run.accelerator, run.optimizer.optimizer, run.model, folder, use_dcp=False)
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +62,8 @@ def _sources(root: Path) -> list[tuple[Path, str, str]]:
         (root / "fsdp1", "fsdp1", "accelerate"),
         (root / "fsdp1" / "pytorch_model_fsdp_0", "fsdp1", "stock"),
         (root / "fsdp2_full", "fsdp2", "accelerate"),
+        (root / "fsdp2_ranks", "fsdp2", "accelerate"),
+        (root / "fsdp1_ranks", "fsdp1", "accelerate"),
     ]
 
 
@@ -76,14 +88,14 @@ def test_a_model_is_warm_started_from_every_folder_of_accelerate(root: Path) -> 
         assert dcp.inspect(path).format == kind
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
-def test_the_optimizer_in_a_folder_of_fsdp_is_loaded_too(root: Path, layout: str) -> None:
+@pytest.mark.parametrize("folder", ["fsdp2", "fsdp1", "fsdp2_ranks", "fsdp1_ranks"])
+def test_the_optimizer_in_a_folder_of_fsdp_is_loaded_too(root: Path, folder: str) -> None:
     from tests.accelerate import training as t
 
     model = t.Net(5, unused=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-    dcp.load({"model": model, "optim": optimizer}, root / layout)
-    saved = torch.load(root / f"{layout}.pt", weights_only=True)
+    dcp.load({"model": model, "optim": optimizer}, root / folder)
+    saved = torch.load(root / f"{folder.partition('_')[0]}.pt", weights_only=True)
     for name, parameter in model.named_parameters():
         slots = {slot: saved[f"optim.state.{name}.{slot}"] for slot in ("exp_avg", "exp_avg_sq")}
         assert_same(slots, {slot: optimizer.state[parameter][slot] for slot in slots})

@@ -659,13 +659,13 @@ def test_no_keeper_that_wakes_up_publishes_a_save_that_the_ranks_have_revoked(
     token = handed_over.as_saved_to(path, tmp_path / "local" if tier == "local" else None)
     handed_over.alone()
     coordinator, node = _coordinator(handed_over.spool)
-    publish = Publication.publish
+    publish = Publication.compose_and_commit
 
     def after_that_was_revoked(*args: Any) -> Summary:
         medium_of(path).revoke(path, node.journal.state(token).reserved)
         return publish(*args)
 
-    monkeypatch.setattr(Publication, "publish", after_that_was_revoked)
+    monkeypatch.setattr(Publication, "compose_and_commit", after_that_was_revoked)
     coordinator.begin()
     end = _ended(node, token)
     assert (end.published, end.has_failed) == (False, tier == "none")

@@ -55,9 +55,9 @@ class Location:
     ``frame`` is the hash of the bytes around the payload. ``hashes`` are the XXH3-64 of each block of the payload; None
     if the writer computed none, as in stock checkpoints.
 
-    ``payload_offset`` is None if the layout of the item is unknown, so that ``torch.load`` has to read it. This is so
-    in stock checkpoints, and for a tensor stored as one object. Hashes of such an item, if any, cover the complete
-    item; ``payload_length`` is then the item's length.
+    ``payload_offset`` is None if the layout of the item is unknown, so that ``torch.load`` has to read it. The items of
+    stock checkpoints have such a layout, and so have tensors that are stored as one object. Hashes of such an item, if
+    any, cover the complete item; ``payload_length`` is then the item's length.
     """
 
     file: str
@@ -249,6 +249,7 @@ class Places:
             [name for part in parts for name in part.files],
             # ``first_file`` has one number more than parts: the count of all files.
             np.concatenate([part.file + first for part, first in zip(parts, first_file, strict=False)]),
+            # The other columns of the class. Their rows have no numbers of files, which a part counts from 0.
             **{name: np.concatenate([getattr(part, name) for part in parts]) for name in ITEM_COLUMNS[1:]},
             linkable={name for part in parts for name in part.linkable},
         )

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.checkpoint.metadata import StorageMeta
 
+    from dcp_plugin.core.format.foreign.scales import Scaled
+
 __all__ = [
     "MAPPING_CLASSES",
     "NO_TENSOR",
@@ -150,8 +152,11 @@ class CheckpointIndex(Mapping[str, Entry]):
 
         Only stock checkpoints have such items.
         """
-        self.strides: dict[str, tuple[int, ...]] = {}
-        """Strides of the tensors that are not row-major, by key. Only ``torch.save`` files have such tensors."""
+        self.strides: dict[str, dict[tuple[str, int], tuple[int, ...]]] = {}
+        """Strides of the chunks by key, file and offset, for tensors with a chunk that is not row-major. Only
+        ``torch.save`` files have such tensors."""
+        self.scaled: Mapping[str, Scaled] = {}
+        """Quantized tensors by key. Only folders of other tools have such tensors."""
         self.values_here: dict[str, Any] = {}
         """Values that were read with the index, by key. Only ``torch.save`` files have such values."""
         self.left_out: dict[str, str] = {}

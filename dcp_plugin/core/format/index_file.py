@@ -20,7 +20,8 @@ The columns, for K keys, C chunks (each key's chunks are neighbours) and B block
 ``planner_data``        bytes     optional: another planner's ``planner_data``, as ``torch.save`` bytes (weights only)
 ======================  ========  =====================================================================
 
-The header has the names of dtypes and files, the sizes of the files, and the paths of keys.
+The header has the names of dtypes and files, the sizes of the files, the paths of keys, and ``linkable``: the names of
+the files that later saves are meant to link.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Conversion of nested state to flat keys, and back.
+"""Conversion of nested state to flat keys and their contents, and back.
 
 A key is the path joined by dots, as in stock DCP. A container is either *walked*, so that its entries have keys of
 their own, or it is one value. Mappings are walked. Lists are walked only if they hold tensors or mappings. A tuple is
@@ -12,6 +12,8 @@ one value. The caller chooses the rule:
   others. This package walked tuples with tensors up to 0.1.0, and stored a ``Counter`` as one value. Torch before 2.4
   stored all mappings without tensors as one value.
 
+:func:`encode_state` describes the leaves of a save: tensors as chunks, and one-value containers as bytes.
+
 The key of a :class:`LocalSlot` also names its rank and its part of the parameter.
 """
 
@@ -21,16 +23,22 @@ import copy
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import zip_longest
+from operator import add
 from typing import Any
 
 import numpy as np
 import torch
 
-from dcp_plugin.core.errors import CheckpointMismatch
+from dcp_plugin.core.errors import CheckpointMismatch, UnsafeCheckpoint, some, warn
+from dcp_plugin.core.format import values
 from dcp_plugin.core.format.columns import MAPPING_CLASSES, KeyPath, default_path
 from dcp_plugin.core.format.pickles.walk import FEW
 from dcp_plugin.core.format.values import PLAIN, mapping_class
-from dcp_plugin.core.tensors._torch import DTensor, ShardedTensor, is_tensor
+from dcp_plugin.core.tensors._torch import DTensor, ShardedTensor, is_tensor, sharded_value
+from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS
+from dcp_plugin.core.types import Box, EncodedValue, Flat, ShardedValue, Standing
 
 Walks = Callable[[str, Any], bool]
 """Rule that returns whether the container of a key is walked (True) or is one value (False)."""
@@ -263,6 +271,73 @@ def holds_sharded(value: Any) -> bool:
     return False
 
 
+def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) -> Flat:
+    """Describe leaves for the planner: tensors as the chunks on this rank, anything else as bytes.
+
+    Raises:
+        CheckpointMismatch: Some leaves cannot be stored, such as tensors without memory. The message names the first
+            ten.
+        UnsafeCheckpoint: Some values could be restored only by executing pickled code. The message names the first ten.
+    """
+    flat: Flat = {}
+    unsafe: list[str] = []
+    misfits: list[str] = []
+    changed: list[str] = []
+    # Results by the ``id`` of a leaf: the same objects repeat for every parameter of an optimizer's group.
+    same: dict[int, EncodedValue] = {}
+    for key, leaf in leaves.items():
+        if id(leaf) in same:
+            flat[key] = same[id(leaf)]
+        elif type(leaf) in values.SIZED and (reason := values.why_too_large(leaf)):
+            misfits.append(f"{key} is {reason}")
+        elif type(leaf) not in EXACTLY_TENSORS and values.is_plain(leaf):  # a class is compared faster than a value
+            try:
+                flat[key] = same[id(leaf)] = EncodedValue(values.encode(leaf), _standing(leaf))
+            except ValueError as error:
+                raise CheckpointMismatch(
+                    f"{key} cannot be saved: {error}. Save the number as text, hex(number)."
+                ) from error
+        elif is_tensor(leaf):
+            try:
+                flat[key] = sharded_value(leaf)
+            except CheckpointMismatch as error:
+                misfits.append(f"{key} is {error}")
+        elif isinstance(leaf, (ShardedValue, EncodedValue)):
+            flat[key] = leaf
+        else:
+            if holds_sharded(leaf):
+                raise CheckpointMismatch(
+                    f"{key} is a {type(leaf).__name__} with sharded tensors inside; only one rank's part of them would "
+                    f"be stored. Keep sharded tensors in dicts, lists or tuples."
+                )
+            notes: list[str] = []
+            try:
+                encoded = values.encode(leaf, any(fnmatchcase(key, glob) for glob in allow_pickle), notes)
+                flat[key] = EncodedValue(encoded, _standing(leaf))
+                changed += [f"{key} ({note})" for note in notes]
+            except UnsafeCheckpoint as error:
+                unsafe.append(f"{key} is {error}")
+    if misfits:
+        count = f"{len(misfits)} entries cannot be saved: " if len(misfits) > 1 else ""
+        raise CheckpointMismatch(count + some(misfits, 10, "; "))
+    if unsafe:
+        raise UnsafeCheckpoint(
+            f"{len(unsafe)} value(s) cannot be saved: {some(unsafe, 10, '; ')}. Make them plain (numbers, text, "
+            f"lists, dicts, tensors), or name them in allow_pickle if you trust everybody who can write to the "
+            f"checkpoints."
+        )
+    if changed:
+        warn(f"stored as another type: {some(changed, 10, '; ')}.")
+    return flat
+
+
+def _standing(leaf: Any) -> Standing:
+    if is_empty_mapping(leaf):
+        return Standing.EMPTY_MAPPING
+    is_empty = leaf is None or (isinstance(leaf, (list, tuple, set, frozenset)) and not leaf)
+    return Standing.EMPTY if is_empty else Standing.HOLDS
+
+
 def as_stored(key: str, path: KeyPath) -> KeyPath:
     """Return a path as a checkpoint holds it: with text in place of steps that a file cannot hold.
 
@@ -384,11 +459,11 @@ class LocalSlot:
 
     slot: str
     rank: int
-    box: tuple[tuple[int, ...], tuple[int, ...]]
-    """Begin and end of the part of the parameter, in each dimension."""
+    box: Box
+    """The part of the parameter. The name has its begin and its end."""
 
     def __str__(self) -> str:
-        begin, end = (",".join(map(str, edge)) for edge in self.box)
+        begin, end = (",".join(map(str, edge)) for edge in (self.box[0], map(add, *self.box)))
         return f"{self.slot}.rank{self.rank}({begin}:{end})"
 
     @classmethod
@@ -398,7 +473,9 @@ class LocalSlot:
         if match is None:
             return None
         begin, end = (tuple(int(number) for number in match[edge].split(",") if number) for edge in ("begin", "end"))
-        return cls(match["slot"], int(match["rank"]), (begin, end))
+        # A damaged name may have more numbers on one side. Its box then fits no parameter.
+        sizes = tuple(last - first for first, last in zip_longest(begin, end, fillvalue=0))
+        return cls(match["slot"], int(match["rank"]), Box(begin, sizes))
 
 
 def without_rank(key: str) -> str:

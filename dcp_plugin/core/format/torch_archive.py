@@ -145,6 +145,8 @@ class Archive:
         """False if it is a zip of something else."""
         self.records: dict[str, tuple[int, int]] = {}
         """Position and size in bytes of each record, by its name below the root."""
+        self.checksums: dict[int, int] = {}
+        """CRC32 of each record by its position, as the directory has it: 0 if the writer left it out."""
         expect(file, [(member.header_offset, member.header_offset + LOCAL_HEADER.size) for member in members])
         end = 0
         for member in members if roots else ():
@@ -154,6 +156,7 @@ class Archive:
             end = begin + member.file_size
             if member.filename.startswith(roots[0]):
                 self.records[member.filename.removeprefix(roots[0])] = begin, member.file_size
+                self.checksums[begin] = member.CRC
         order = self.read("byteorder").tobytes() if "byteorder" in self.records else b"little"
         self.is_swapped = order != sys.byteorder.encode()
         """True if its tensors have the other byte order than this machine."""

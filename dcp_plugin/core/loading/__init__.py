@@ -4,8 +4,8 @@ Input: a state, a path and the rules of a partial load. Output: the filled objec
 :class:`~dcp_plugin.core.records.LoadReport`. The rule: all checks run on all ranks before the first byte of a target is
 overwritten, and a single error names all misfits.
 
-This module has the vocabulary that the modules of the room share: :class:`KeyMap` and :class:`LoadedPart`. Above it are
-:mod:`origins` and :mod:`renames`, then :mod:`matching`, :mod:`differences` and :mod:`load`, in this order.
+This module has the vocabulary that the modules of this folder share: :class:`KeyMap` and :class:`LoadedPart`. Above it
+are :mod:`origins` and :mod:`renames`, then :mod:`matching`, :mod:`differences` and :mod:`load`, in this order.
 """
 
 from __future__ import annotations

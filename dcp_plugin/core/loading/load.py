@@ -38,7 +38,7 @@ from dcp_plugin.core.records import FittedLoad, LoadReport, Match, OpenCheckpoin
 from dcp_plugin.core.sources import SourceFiles
 from dcp_plugin.core.state.adapters import StateAdapter
 from dcp_plugin.core.state.module import materialise
-from dcp_plugin.core.state.named_objects import Place, adapters_of
+from dcp_plugin.core.state.named_objects import RankAndSize, adapters_of
 from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.tensors._torch import sharded_value
 from dcp_plugin.core.tensors._torch_modules import Incompatible
@@ -167,7 +167,7 @@ class Loading:
 
         def open_here() -> _Request:
             nonlocal adapters, selection
-            adapters = adapters_of(state, place=Place(self._ranks.rank, self._ranks.size))
+            adapters = adapters_of(state, this_rank=RankAndSize(self._ranks.rank, self._ranks.size))
             if self._partial is not None:
                 from dcp_plugin.core.loading.renames import locate  # most loads are of everything
 
@@ -200,9 +200,7 @@ class Loading:
             matching = Matching(self._path, self.open(), opened, self._strict, True, self._mode)
         step = f"compare {self._path} with the state"
         union = self._ask_all(step, lambda: _questions(matching), lambda asked: _differences(matching).answer(asked))
-        match = _judged(matching, union)
-        misfits = ReadPlanner(match.targets, self._reader.index, match.stored).misfits
-        return replace(match, problems=[*first(misfits), *match.problems])
+        return self._planned(_judged(matching, union))[0]
 
     def _least_hosts(self, requests: list[_Request]) -> int | None:
         """Return :attr:`~dcp_plugin.core.records.OpenedLoad.least_hosts`."""
@@ -300,12 +298,23 @@ class Loading:
         Raises:
             CheckpointMismatch: The checkpoint does not fit the state. The message names all misfits.
         """
-        planner = ReadPlanner(match.targets, self._reader.index, match.stored)
-        if problems := [*first(planner.misfits), *match.problems]:
-            raise CheckpointMismatch(about_misfits(self._path, problems))
+        match, planner = self._planned(match)
+        if match.problems:
+            raise CheckpointMismatch(about_misfits(self._path, match.problems))
         plan = planner.plan()
-        self._reader.pin_files(plan, [match.stored[key] for key in match.deferred])
+        scaled = (self._reader.index.scaled[key].scale for key, is_applied in match.scales.items() if is_applied)
+        self._reader.pin_files(plan, [*(match.stored[key] for key in match.deferred), *scaled])
         return FittedLoad(opened, match, plan, match.targets)
+
+    def _planned(self, match: Match) -> tuple[Match, ReadPlanner]:
+        """Return the planner of the reads, and the match with all misfits that the planner finds before the other
+        problems."""
+        if self._reader.index.scaled:
+            from dcp_plugin.core.loading.quantized import judged  # only for folders of other tools
+
+            match = judged(match, self._reader.index)
+        planner = ReadPlanner(match.targets, self._reader.index, match.stored, match.scales)
+        return replace(match, problems=[*first(planner.misfits), *match.problems]), planner
 
     def _read_values(self, fitted: FittedLoad) -> FittedLoad:
         """Read and check the values. They are small, so a misfit stops the load before a tensor is overwritten."""
@@ -414,16 +423,18 @@ class Loading:
                     filled |= want.missing_tensors
                 # The adapter keeps this function. A reference to the adapter in it would be a cycle that keeps the
                 # objects alive.
-                read = functools.partial(self._read_deferred, adapter.name, fitted.match.stored)
+                read = functools.partial(self._read_deferred, adapter.name, fitted.match.stored, fitted.match.scales)
                 result = adapter.take(filled, read, self._raises_for_missing(fitted))
                 if result is not None and result != Incompatible():
                     incompatible[adapter.name] = result
         return incompatible
 
-    def _read_deferred(self, name: str, stored: Mapping[str, str], tensors: dict[str, Any]) -> None:
+    def _read_deferred(
+        self, name: str, stored: Mapping[str, str], scales: Mapping[str, bool], tensors: dict[str, Any]
+    ) -> None:
         """Read tensors whose memory was allocated just now, on this rank alone."""
         targets = {join(name, key): sharded_value(tensor) for key, tensor in tensors.items()}
-        self._reader.read(ReadPlanner(targets, self._reader.index, stored).plan())
+        self._reader.read(ReadPlanner(targets, self._reader.index, stored, scales).plan())
 
     def _judge_hooks(self, fitted: FittedLoad, incompatible: Mapping[str, Incompatible], union: Union) -> Match:
         """Judge the keys that load hooks report as missing or unexpected, and add them to the report.

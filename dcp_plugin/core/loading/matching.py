@@ -124,6 +124,10 @@ class Matching:
                     self._judge_class(adapter, name, want)
                 self._select(adapter, key_map, want)
                 self.key_maps[adapter.name] = key_map
+        if self.index.scaled:
+            from dcp_plugin.core.loading.quantized import settle  # only for folders of other tools
+
+            settle(self.wanted, self.stored, self.deferred, self.key_maps, self.index)
         wants = self.wanted.values()
         differs = any(want.missing or want.missing_tensors or want.unexpected or want.extra_targets for want in wants)
         return differs or bool(self.absent or self.warnings or self.idle())

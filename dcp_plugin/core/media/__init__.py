@@ -5,7 +5,7 @@ rank; the meaning of the bytes belongs to :mod:`dcp_plugin.core.format`. The rul
 :meth:`~dcp_plugin.core.media.medium.Medium.publish` returns, a reader finds the earlier checkpoint, complete, or no
 checkpoint.
 
-The files of the room, each of which imports files of the same line or of a line above it:
+The files of this folder, each of which imports files of the same line or of a line above it:
 
 - ``medium.py``: the protocol of a medium, and the records and files that it takes and returns. ``disk/posix.py``:
   system calls.

@@ -1,7 +1,7 @@
 """Vocabulary of the media: the protocols :class:`Medium`, :class:`Readable` and :class:`NewFile`, the records that they
 take and return, and ranges of files.
 
-The rule: this module imports no other module of the room.
+The rule: this module imports no other module of the folder.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class ReadCost:
     at_once: int = 1
     """Number of reads that are in flight at the same time if the caller asks for fewer threads."""
     gap: int = 8 << 10
-    """Bytes between two ranges that cost less to read than a further read."""
+    """Two ranges at most this many bytes apart are read together: reading the gap costs less than another read."""
     most: int = 2 << 20
     """Bytes of the largest read that ranges near each other share."""
     hosts: int = 8
@@ -416,8 +416,8 @@ class Medium(Protocol):
         file or this one.
 
         Args:
-            only_new: Leave an existing file unchanged, and return False. The new file is durable. It may be in a
-                published checkpoint.
+            only_new: Leave an existing file unchanged, and return False. With this, the file is durable when the call
+                returns, and may also be in a published checkpoint.
         """
 
     def link_file(self, file: DataFile, target: Where) -> DataFile:

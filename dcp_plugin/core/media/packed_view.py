@@ -76,7 +76,7 @@ class PackedFiles(Readable):
         self._summary = tail[len(tail) - END - length : len(tail) - END]
         self._before = tail[: len(tail) - END - length]
         self._metadata_size = files.size(METADATA) - END - length
-        self._attached = _attached(self._summary)
+        self._extra_files = _extra_files(self._summary)
 
     def _located(self, name: str) -> str:
         if name == SUMMARY:
@@ -113,11 +113,11 @@ class PackedFiles(Readable):
         self.files.close()
 
     def _is_in_folder(self, name: str) -> bool:
-        return name == INDEX or name.partition("/")[0] in self._attached
+        return name == INDEX or name.partition("/")[0] in self._extra_files
 
     def names(self) -> list[str]:
         names = [name for name in self.files.names() if not self._is_of_another(name)]
-        return sorted({*names, SUMMARY, INDEX, *self._attached})
+        return sorted({*names, SUMMARY, INDEX, *self._extra_files})
 
     def _is_of_another(self, name: str) -> bool:
         of_a_save = name.startswith(PACKED) or (name.endswith(DATA_SUFFIX) and token_in(name) not in ("", self.token))
@@ -143,7 +143,7 @@ class PackedFiles(Readable):
         return self.files.open(self._located(name))
 
 
-def _attached(summary: bytes) -> frozenset[str]:
+def _extra_files(summary: bytes) -> frozenset[str]:
     """Return the extra files of a summary; none of a damaged one, whose decoder raises CheckpointCorrupt."""
     try:
         names = json_object(summary)["attached"]

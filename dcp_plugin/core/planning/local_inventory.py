@@ -40,13 +40,13 @@ class Holdings:
     objects: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     per_rank: Collection[str] = ()
     standing: Mapping[str, Standing] = field(default_factory=dict)
-    """Standing of the keys that this rank does not hold itself."""
+    """Key -> the standing of this rank's value, for values that the rank has only because a load gave them to it."""
     replicas: Collection[str] = ()
     """Keys whose bytes should be equal on all ranks that hold them: parameters, and the state of optimizers."""
-    drifted: bool = False
-    """True if replicas have differed. The lowest rank that holds a box then writes it.
+    have_drifted: bool = False
+    """True if replicas have differed. The lowest rank that holds a box then writes all of it.
 
-    The weights and the moments in the checkpoint are then of one rank.
+    Otherwise the holders of a box divide it, and the checkpoint would mix the weights and moments of different ranks.
     """
 
 
@@ -154,7 +154,7 @@ class LocalInventory:
             if key in numbers:
                 tie[numbers[key]] = numbers.get(first, -1)
         dtype = np.array([number_of[dtype] for dtype in item_dtypes], np.uint8)
-        replicas = () if holds.drifted else holds.replicas
+        replicas = () if holds.have_drifted else holds.replicas
         description = Description(
             keys,
             unusual_paths({key: as_stored(key, path) for key, path in paths.items() if key in numbers}),
@@ -164,7 +164,7 @@ class LocalInventory:
             dtype,
             np.array(list(map(len, shapes)), np.uint8),
             filled_rows(shapes, width, 1),
-            np.array(any_rank, bool) & (not holds.drifted),
+            np.array(any_rank, bool) & (not holds.have_drifted),
             np.array(stored_whole, bool),
             tie,
             np.array([holds.standing.get(key, Standing.HOLDS) for key in keys], np.uint8),

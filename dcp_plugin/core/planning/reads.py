@@ -21,9 +21,9 @@ from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointMismatch, first
 from dcp_plugin.core.format import values
 from dcp_plugin.core.format.columns import NO_TENSOR, Column, KeyColumns, in_all
 from dcp_plugin.core.format.index import CheckpointIndex
-from dcp_plugin.core.planning.save import part_of
 from dcp_plugin.core.records import LARGEST_CHUNK, BoxRead, ReadPlan
 from dcp_plugin.core.tensors.host_memory import is_plain_memory
+from dcp_plugin.core.tensors.kinds import part_of
 from dcp_plugin.core.types import LocalChunk, ShardedValue
 
 
@@ -36,19 +36,30 @@ class ReadPlanner:
     Args:
         targets: Targets by key. A target that is no tensor is None.
         stored: The key in the checkpoint of each target. Several targets may share a key.
+        scales: Keys in the checkpoint of quantized tensors -> True to multiply the elements with their scale.
     """
 
     def __init__(
-        self, targets: Mapping[str, ShardedValue | None], index: CheckpointIndex, stored: Mapping[str, str]
+        self,
+        targets: Mapping[str, ShardedValue | None],
+        index: CheckpointIndex,
+        stored: Mapping[str, str],
+        scales: Mapping[str, bool] | None = None,
     ) -> None:
-        self._targets, self._index, self._stored = targets, index, stored
+        self._targets, self._index, self._stored, self._scales = targets, index, stored, scales or {}
         self._chunks = self._wanted_as_stored()
         others = [key for key in targets if key not in self._chunks]
         self._layouts = {key: StoredLayout.of_table(index.table, index.slots[stored[key]]) for key in others}
+        # The scales that a conversion would lose: not those that the caller applies, or loads beside the tensor.
+        lost = {name: scaled.scale for name, scaled in index.scaled.items()} | dict.fromkeys(self._scales, "")
         self.misfits = [
             reason
             for key, layout in self._layouts.items()
-            if (reason := misfit_of(key, targets[key], layout, stored[key], index.slots))
+            if (
+                reason := misfit_of(
+                    key, targets[key], layout, lost.get(stored[key], scale_of(stored[key], index.slots))
+                )
+            )
         ]
         """A line for each target that cannot be filled: its shape or kind differs."""
 
@@ -118,7 +129,8 @@ class ReadPlanner:
             memory = part_of(key, chunk, overlap.offsets, overlap.sizes, target.stored_whole)
             offsets = tuple(map(sub, overlap.offsets, overlap.stored_offsets))
             is_complete = chunk.sizes == target.shape
-            yield BoxRead(name, rows[overlap.stored], memory, offsets, overlap.sizes, is_complete)
+            is_scaled = self._scales.get(name, False)
+            yield BoxRead(name, rows[overlap.stored], memory, offsets, overlap.sizes, is_complete, is_scaled)
 
 
 def decoded(
@@ -211,14 +223,17 @@ def _can_hold(target: ShardedValue, length: int) -> bool:
     return same and is_plain_memory(tensor)
 
 
-def misfit_of(key: str, target: Any, stored: StoredLayout, name: str, keys: Container[str]) -> str:
+def scale_of(name: str, keys: Container[str]) -> str:
+    """Return the key of the scale that belongs to a stored tensor if that is quantized; empty without one."""
+    return next((scale for end in ("_scale_inv", "_scale") if (scale := name + end) in keys), "")
+
+
+def misfit_of(key: str, target: Any, stored: StoredLayout, scale: str) -> str:
     """Return the reason why a target cannot be filled; empty if it can be filled.
 
     Args:
-        name: The key in the checkpoint.
-        keys: All keys of the checkpoint.
+        scale: The key of the scale that a conversion of the stored tensor would lose; empty for none.
     """
-    scales = name + "_scale_inv"  # of DeepSeek's quantized weights
     if not isinstance(target, ShardedValue):
         kind = type(target).__name__
         return "" if stored.dtype is None else f"{key} is a {kind} here and a tensor in the checkpoint"
@@ -228,10 +243,10 @@ def misfit_of(key: str, target: Any, stored: StoredLayout, name: str, keys: Cont
         return f"{key} has shape {target.shape} here and {stored.shape} in the checkpoint"
     if not torch.can_cast(stored.dtype, target.dtype):
         return f"{key} is {target.dtype} here, which cannot hold the checkpoint's {stored.dtype}"
-    if scales in keys and stored.dtype.itemsize == 1 and target.dtype != stored.dtype:
+    if scale and stored.dtype.itemsize == 1 and target.dtype != stored.dtype:
         return (
             f"{key} is {target.dtype} here and quantized in the checkpoint: {stored.dtype}, to be multiplied with "
-            f"{scales}, as torch.distributed.checkpoint.QuantizedHuggingFaceStorageReader does"
+            f"{scale}. Load both as they are stored, and multiply"
         )
     edges = (zip(chunk.tensor.stride(), chunk.tensor.shape, strict=True) for chunk in target.chunks)
     if any(stride == 0 and size > 1 for stride, size in itertools.chain.from_iterable(edges)):

@@ -8,8 +8,8 @@ to know the sets of holders.
 - Rank 0 adds up the numbers. The sum is 0 if all replicas are equal.
 - If the sum is not 0, the ranks exchange the elements, and the differing keys are named.
 
-The path of the save determines the places of the elements. They are the same on all ranks, and others at the next save.
-All NaNs are equal, and so are zeros of either sign.
+The path of the save determines the positions of the elements. They are the same on all ranks, and others at the next
+save. All NaNs are equal, and so are zeros of either sign.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _SAMPLES = 4
 _GOLDEN = 0x9E3779B97F4A7C15
 """Odd number near 2**64 divided by the golden ratio. Its multiples are spread evenly."""
 
-Place = tuple[str, tuple[int, ...]]
+ChunkName = tuple[str, tuple[int, ...]]
 """Key and offsets of a chunk."""
-Samples = dict[Place, tuple[float, ...]]
+Samples = dict[ChunkName, tuple[float, ...]]
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -81,12 +81,12 @@ class LocalReplicas:
         chunks, key, self._weights = chunks[is_comparable], key[is_comparable], weights[is_comparable]
         ordinals = chunks - np.searchsorted(described.key, key)  # the chunks of a key follow each other
         offsets = inventory.offsets[chunks].tolist()
-        self._places: list[Place] = [
+        self._chunks: list[ChunkName] = [
             (described.keys[number], tuple(row[: ndim[number]]))
             for number, row in zip(key.tolist(), offsets, strict=True)
         ]
         self._ordinals = ordinals.tolist()
-        salts = [zlib.crc32(repr(place).encode()) for place in self._places]
+        salts = [zlib.crc32(repr(chunk).encode()) for chunk in self._chunks]
         self._salts = np.array(salts, np.uint64) * np.uint64(_GOLDEN)
         self._counts = product(described.sizes[chunks])
         numbers = described.dtype[key]
@@ -98,7 +98,7 @@ class LocalReplicas:
 
     def sum(self, state: Flat, path: Where) -> int:
         """Return this rank's number. The numbers of all ranks add up to 0, modulo 2**64, if all replicas are equal."""
-        if not self._places:
+        if not self._chunks:
             return 0
         # A position is mixed into each element, and the place of the chunk into each row: swapped values differ.
         words = self._elements(state, path).view(np.uint64)
@@ -107,27 +107,27 @@ class LocalReplicas:
 
     def samples(self, state: Flat, path: Where) -> Samples:
         """Return the elements of each replica that are compared."""
-        return dict(zip(self._places, map(tuple, self._elements(state, path).tolist()), strict=True))
+        return dict(zip(self._chunks, map(tuple, self._elements(state, path).tolist()), strict=True))
 
     def _elements(self, state: Flat, path: Where) -> Numbers:
         """Return a few elements of each replica as numbers. All NaNs are one, and so are all zeros."""
-        # The path gives a number from 0 to 1: the first place, as a share of the distance between two places.
+        # The path gives a number from 0 to 1: the first position, as a share of the distance of two.
         phase = zlib.crc32(str(path).encode()) * _GOLDEN % (1 << 64) / (1 << 64)
         steps = self._counts // _SAMPLES
         firsts = (phase * np.where(steps > 0, steps, self._counts)).astype(np.int64)
-        places = firsts[:, None] + steps[:, None] * np.arange(_SAMPLES)
+        positions = firsts[:, None] + steps[:, None] * np.arange(_SAMPLES)
         tensors = [
             (chunks if len(chunks := state[key].chunks) == 1 else _not_empty(chunks))[at].tensor  # type: ignore[union-attr]
-            for (key, _), at in zip(self._places, self._ordinals, strict=True)
+            for (key, _), at in zip(self._chunks, self._ordinals, strict=True)
         ]
-        elements = np.empty(places.shape)
+        elements = np.empty(positions.shape)
         with torch.no_grad():
             for dtype, members in self._groups:
                 group = [tensors[at] for at in members.tolist()]
                 if all(tensor.is_cpu and tensor.layout is torch.strided for tensor in group):
-                    elements[members] = _read_on_host(group, dtype, places[members])
+                    elements[members] = _read_on_host(group, dtype, positions[members])
                 else:
-                    _read(group, places[members], elements, members)
+                    _read(group, positions[members], elements, members)
         elements += 0.0  # -0.0 becomes 0.0
         elements[np.isnan(elements)] = np.nan
         return elements
@@ -138,20 +138,20 @@ def _not_empty(chunks: Sequence[LocalChunk]) -> list[LocalChunk]:
     return [chunk for chunk in chunks if 0 not in chunk.sizes]
 
 
-def _read_on_host(tensors: Sequence[torch.Tensor], dtype: torch.dtype, places: Column) -> Numbers:
-    """Return elements of host tensors, given their places in row-major order."""
+def _read_on_host(tensors: Sequence[torch.Tensor], dtype: torch.dtype, positions: Column) -> Numbers:
+    """Return elements of host tensors, given their positions in row-major order."""
     # Elements are read at their addresses: an operator for each small tensor would take as long as the rest of its
     # save. 200 tensors that are not contiguous take 7 ms of a save this way, and took 28.
-    addresses, offsets = np.fromiter((tensor.data_ptr() for tensor in tensors), np.int64), places.copy()
+    addresses, offsets = np.fromiter((tensor.data_ptr() for tensor in tensors), np.int64), positions.copy()
     for row, tensor in enumerate(tensors):
         if not tensor.is_contiguous():
-            offsets[row] = np.transpose(np.unravel_index(places[row], tensor.shape)) @ np.array(tensor.stride())
+            offsets[row] = np.transpose(np.unravel_index(positions[row], tensor.shape)) @ np.array(tensor.stride())
     read = bytes_at(addresses[:, None] + offsets * dtype.itemsize, dtype.itemsize)
-    return _as_numbers(torch.from_numpy(read).view(dtype)).reshape(places.shape)
+    return _as_numbers(torch.from_numpy(read).view(dtype)).reshape(positions.shape)
 
 
-def _read(tensors: Sequence[torch.Tensor], places: Column, elements: Numbers, rows: Column) -> None:
-    """Read elements of tensors of one dtype into rows of ``elements``, given their places in row-major order.
+def _read(tensors: Sequence[torch.Tensor], positions: Column, elements: Numbers, rows: Column) -> None:
+    """Read elements of tensors of one dtype into rows of ``elements``, given their positions in row-major order.
 
     Each device joins its elements, so that one copy brings them to the host.
     """
@@ -162,14 +162,16 @@ def _read(tensors: Sequence[torch.Tensor], places: Column, elements: Numbers, ro
         dtype = tensors[members[0]].dtype
         # torch.cat knows few of the dtypes of one byte on a device
         plain = [tensors[at].view(torch.uint8) if dtype.itemsize == 1 else tensors[at] for at in members]
-        read = torch.cat([_elements_of(each, places[at].tolist()) for each, at in zip(plain, members, strict=True)])
+        read = torch.cat([_elements_of(each, positions[at].tolist()) for each, at in zip(plain, members, strict=True)])
         elements[rows[members]] = _as_numbers(read.cpu().view(dtype)).reshape(len(members), -1)
 
 
-def _elements_of(tensor: torch.Tensor, places: list[int]) -> torch.Tensor:
-    if tensor.is_contiguous():  # places are equally far apart: a strided view has them without a copy of an index
-        return tensor.as_strided((len(places),), (places[1] - places[0],), tensor.storage_offset() + places[0])
-    return torch.stack([tensor[index] for index in zip(*np.unravel_index(places, tensor.shape), strict=True)])
+def _elements_of(tensor: torch.Tensor, positions: list[int]) -> torch.Tensor:
+    if tensor.is_contiguous():  # positions are equally far apart: a strided view has them without a copy of an index
+        return tensor.as_strided(
+            (len(positions),), (positions[1] - positions[0],), tensor.storage_offset() + positions[0]
+        )
+    return torch.stack([tensor[index] for index in zip(*np.unravel_index(positions, tensor.shape), strict=True)])
 
 
 def _as_numbers(elements: torch.Tensor) -> Numbers:
@@ -197,10 +199,10 @@ class Drift:
         Args:
             expected: Keys that may differ.
         """
-        holders: dict[Place, dict[bytes, list[int]]] = {}
+        holders: dict[ChunkName, dict[bytes, list[int]]] = {}
         for rank, samples in enumerate(of_ranks):
-            for place, elements in samples.items():
-                holders.setdefault(place, {}).setdefault(np.array(elements).tobytes(), []).append(rank)
+            for chunk, elements in samples.items():
+                holders.setdefault(chunk, {}).setdefault(np.array(elements).tobytes(), []).append(rank)
         ranks: dict[str, list[int]] = {}
         difference = 0.0
         for (key, _), groups in holders.items():

@@ -2,16 +2,17 @@
 
 The rule: a save whose plan has not changed exchanges only digests. :class:`PlanExchange` has two steps:
 
-1. Each rank sends its *claim*: four digests, and a number. The digests are those of the plan that it remembers, its
-   description, its inventory, and the values that should be equal on all ranks
-   (:class:`~dcp_plugin.core.state.across_ranks.RankLocal`). Rank 0 computes the digest of the new plan from the digests
-   of all inventories. If every rank remembers that plan, the exchange ends here.
+1. Each rank sends its *claim*: four digests, and a number. The first digest is that of the plan that the rank
+   remembers. The others are those of its description, of its inventory, and of the values that should be equal on all
+   ranks (:class:`~dcp_plugin.core.state.across_ranks.RankLocal`). Rank 0 computes the digest of the new plan from the
+   digests of all inventories. If every rank remembers that plan, the exchange ends here.
 2. Otherwise rank 0 chooses one rank for each description. The chosen ranks send their description, and all ranks send
    their offsets. Rank 0 makes the plan and sends each rank its share of the writing.
 
 Two comparisons use the claims. If the digests of values differ, the ranks compare the values key by key, and start
-again. If the numbers do not add up to 0, replicas of the remembered plan differ
-(:mod:`~dcp_plugin.core.planning.replicas`). For a new plan, the ranks send such numbers once it is made.
+again. The number is a checksum of this rank's replicas under the remembered plan
+(:mod:`~dcp_plugin.core.planning.replicas`). The numbers of all ranks add up to 0 if all replicas are equal. A claim
+cannot have the number for a new plan, so the ranks send it once that plan is made.
 
 The digests cover all inputs of the metadata: keys and their paths, dtypes, shapes, boxes, kinds, ties. The bytes of
 values are not covered: their lengths may change from save to save.
@@ -20,130 +21,33 @@ values are not covered: their lengths may change from save to save.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
 
-from dcp_plugin.core.errors import CheckpointMismatch, UnsafeCheckpoint, some, warn
-from dcp_plugin.core.format import values
-from dcp_plugin.core.format.keys import holds_sharded, is_empty_mapping
+from dcp_plugin.core.errors import CheckpointMismatch
 from dcp_plugin.core.format.values import WholeItem
+from dcp_plugin.core.paths import Where
 from dcp_plugin.core.planning.global_plan import GlobalPlan, Share, make_global_plan
 from dcp_plugin.core.planning.local_inventory import LocalInventory
 from dcp_plugin.core.ranks.collectives import Ranks, pack, unpack
 from dcp_plugin.core.records import NewItem, RankPlan
-from dcp_plugin.core.tensors._torch import is_tensor, sharded_value
-from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS, is_stored_whole, narrowed
-from dcp_plugin.core.types import EncodedValue, Flat, LocalChunk, ShardedValue, Standing
+from dcp_plugin.core.tensors.kinds import is_stored_whole, part_of
+from dcp_plugin.core.types import EncodedValue, Flat, LocalChunk, ShardedValue
 
 if TYPE_CHECKING:
-    from dcp_plugin.core.planning.replicas import LocalReplicas
-
-
-def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) -> Flat:
-    """Describe leaves for the planner: tensors as the chunks on this rank, anything else as bytes.
-
-    Raises:
-        CheckpointMismatch: Some leaves cannot be stored, such as tensors without memory. The message names the first
-            ten.
-        UnsafeCheckpoint: Some values could be restored only by executing pickled code. The message names the first ten.
-    """
-    flat: Flat = {}
-    unsafe: list[str] = []
-    misfits: list[str] = []
-    changed: list[str] = []
-    # Results by the ``id`` of a leaf: the same objects repeat for every parameter of an optimizer's group.
-    same: dict[int, EncodedValue] = {}
-    for key, leaf in leaves.items():
-        if id(leaf) in same:
-            flat[key] = same[id(leaf)]
-        elif type(leaf) in values.SIZED and (reason := values.why_too_large(leaf)):
-            misfits.append(f"{key} is {reason}")
-        elif type(leaf) not in EXACTLY_TENSORS and values.is_plain(leaf):  # a class is compared faster than a value
-            try:
-                flat[key] = same[id(leaf)] = EncodedValue(values.encode(leaf), _standing(leaf))
-            except ValueError as error:
-                raise CheckpointMismatch(
-                    f"{key} cannot be saved: {error}. Save the number as text, hex(number)."
-                ) from error
-        elif is_tensor(leaf):
-            try:
-                flat[key] = sharded_value(leaf)
-            except CheckpointMismatch as error:
-                misfits.append(f"{key} is {error}")
-        elif isinstance(leaf, (ShardedValue, EncodedValue)):
-            flat[key] = leaf
-        else:
-            if holds_sharded(leaf):
-                raise CheckpointMismatch(
-                    f"{key} is a {type(leaf).__name__} with sharded tensors inside; only one rank's part of them would "
-                    f"be stored. Keep sharded tensors in dicts, lists or tuples."
-                )
-            notes: list[str] = []
-            try:
-                encoded = values.encode(leaf, any(fnmatchcase(key, glob) for glob in allow_pickle), notes)
-                flat[key] = EncodedValue(encoded, _standing(leaf))
-                changed += [f"{key} ({note})" for note in notes]
-            except UnsafeCheckpoint as error:
-                unsafe.append(f"{key} is {error}")
-    if misfits:
-        count = f"{len(misfits)} entries cannot be saved: " if len(misfits) > 1 else ""
-        raise CheckpointMismatch(count + some(misfits, 10, "; "))
-    if unsafe:
-        raise UnsafeCheckpoint(
-            f"{len(unsafe)} value(s) cannot be saved: {some(unsafe, 10, '; ')}. Make them plain (numbers, text, "
-            f"lists, dicts, tensors), or name them in allow_pickle if you trust everybody who can write to the "
-            f"checkpoints."
-        )
-    if changed:
-        warn(f"stored as another type: {some(changed, 10, '; ')}.")
-    return flat
-
-
-def _standing(leaf: Any) -> Standing:
-    if is_empty_mapping(leaf):
-        return Standing.EMPTY_MAPPING
-    is_empty = leaf is None or (isinstance(leaf, (list, tuple, set, frozenset)) and not leaf)
-    return Standing.EMPTY if is_empty else Standing.HOLDS
-
-
-def part_of(
-    key: str, chunk: LocalChunk, offsets: tuple[int, ...], sizes: tuple[int, ...], stored_whole: bool
-) -> torch.Tensor:
-    """Return the part of a chunk inside a box; for a complete chunk its tensor, because not every class can narrow.
-
-    Args:
-        offsets: Offsets of the box in the tensor.
-        stored_whole: :attr:`~dcp_plugin.core.types.ShardedValue.stored_whole` of the tensor.
-
-    Raises:
-        CheckpointMismatch: The tensor's class cannot be narrowed.
-    """
-
-    def cut(view: torch.Tensor) -> torch.Tensor:
-        for dim, (at, size, origin) in enumerate(zip(offsets, sizes, chunk.offsets, strict=True)):
-            if size < view.shape[dim]:
-                view = view.narrow(dim, at - origin, size)
-        return view
-
-    if sizes == chunk.sizes:
-        return chunk.tensor
-    try:
-        return narrowed(chunk.tensor, cut) if stored_whole else cut(chunk.tensor)
-    except CheckpointMismatch as error:
-        raise CheckpointMismatch(f"{key} is {error}") from error
+    from dcp_plugin.core.planning.replicas import Drift, Samples
 
 
 DIGEST = 12  # bytes of a digest; a claim, pickled, stays below 96 bytes
 _SUM = 8
 
 
-class _Digests(NamedTuple):
-    """The digests that a rank sends first."""
+class _Claim(NamedTuple):
+    """The digests and the number that a rank sends first."""
 
     plan: bytes
     description: bytes
@@ -157,7 +61,7 @@ class _Digests(NamedTuple):
         return self.replicas.to_bytes(_SUM, "big") + b"".join(digest[:DIGEST] for digest in self[:4])
 
     @classmethod
-    def decode(cls, data: bytes) -> _Digests:
+    def decode(cls, data: bytes) -> _Claim:
         plan, description, inventory, doubtful = (
             data[at : at + DIGEST] for at in range(_SUM, _SUM + 4 * DIGEST, DIGEST)
         )
@@ -204,13 +108,13 @@ class PlanAnswer:
     digest: bytes
     describers: list[int] | None
     """Ranks that have to send their description; None if every rank remembers the plan."""
-    differ: bool
+    state_differs: bool
     """True if state that should be equal on all ranks differs."""
-    drifted: bool
+    have_drifted: bool
     """True if replicas of the remembered plan differ."""
 
 
-def differ(sums: Sequence[int]) -> bool:
+def replicas_differ(sums: Sequence[int]) -> bool:
     """Return whether any replicas differ.
 
     Args:
@@ -222,50 +126,56 @@ def differ(sums: Sequence[int]) -> bool:
 class PlanExchange:
     """Planner for the saves of a group of ranks. It remembers the last plan.
 
-    A save combines the claims of all ranks into the answer of rank 0. Then every rank calls :meth:`plan`.
+    A save combines the claims of all ranks into the answer of rank 0. Then every rank calls :meth:`plan`, and
+    :meth:`compare_replicas`. :meth:`dcp_plugin.core.saving.job.SavePipeline.plan` is the complete dialogue.
 
     Example:
         >>> import torch
+        >>> from pathlib import Path
+        >>> from dcp_plugin.core.format.keys import encode_state
         >>> from dcp_plugin.core.ranks.collectives import Ranks
-        >>> state = encode_state({"w": torch.ones(2)})
+        >>> state, path = encode_state({"w": torch.ones(2)}), Path("run/step-1")
         >>> exchange, ranks, inventory = PlanExchange(), Ranks(), LocalInventory.of_state(state, {})
-        >>> answer = ranks.combine("plan", lambda: exchange.claim(inventory), exchange.answer)
+        >>> answer = ranks.combine("plan", lambda: exchange.claim(path, ranks, state, inventory), exchange.answer)
         >>> [item.key for item in items_to_write(exchange.plan("plan", ranks, inventory, answer), state)]
         ['w']
     """
 
     def __init__(self) -> None:
         self._last: RankPlan | None = None
+        # On rank 0, from the answer until the plan is made: for each rank, the first rank with the same description.
+        self._described_by: list[int] = []
         self.repeated = False
         """True if the last call reused the remembered plan."""
+        self.drift: Drift | None = None  # replicas that have differed at an earlier save
 
-    def claim(
-        self, inventory: LocalInventory, doubtful: bytes = b"", replicas: Callable[[LocalReplicas], int] | None = None
-    ) -> bytes:
-        """Return the digests that this rank sends to rank 0.
+    def forget(self) -> None:
+        """Forget the last plan, because the group of ranks that remembered it no longer exists."""
+        self._last = None
+
+    def claim(self, path: Where, ranks: Ranks, state: Flat, inventory: LocalInventory, doubtful: bytes = b"") -> bytes:
+        """Return the digests and the number that this rank sends to rank 0.
 
         Args:
-            doubtful: Digest of the state that should be equal on all ranks that have it.
-            replicas: Returns the sum of the replicas of the remembered plan.
+            doubtful: Digest of the values that should be equal on all ranks that have them.
         """
-        # The remembered plan knows the chunks that other ranks hold as well, provided that this inventory is its own.
         last, total = self._last, 0
-        if replicas is not None and last is not None and last.inventory.digest == inventory.digest:
-            total = replicas(last.replicas)
+        # The remembered plan knows the chunks that other ranks hold as well, provided that this inventory is its own.
+        if ranks.size > 1 and last is not None and last.inventory.digest == inventory.digest:
+            total = last.replicas.sum(state, path)
         digest = last.digest if last else bytes(DIGEST)
-        return _Digests(digest, inventory.description.digest, inventory.digest, doubtful, total).encode()
+        return _Claim(digest, inventory.description.digest, inventory.digest, doubtful, total).encode()
 
-    def answer(self, claims: list[bytes]) -> PlanAnswer:
+    def answer(self, encoded: list[bytes]) -> PlanAnswer:
         """Return the answer to the claims of all ranks. Called on rank 0."""
-        decoded = list(map(_Digests.decode, claims))
-        have_doubts = len({claim.doubtful for claim in decoded if claim.doubtful}) > 1
-        digest = hashlib.blake2b(b"".join(claim.inventory for claim in decoded), digest_size=DIGEST).digest()
+        claims = list(map(_Claim.decode, encoded))
+        state_differs = len({claim.doubtful for claim in claims if claim.doubtful}) > 1
+        digest = hashlib.blake2b(b"".join(claim.inventory for claim in claims), digest_size=DIGEST).digest()
         first: dict[bytes, int] = {}
-        # For each rank, the first rank with the same description, which sends it.
-        self._described_by = [first.setdefault(claim.description, rank) for rank, claim in enumerate(decoded)]
-        is_remembered = self._last is not None and all(claim.plan == digest for claim in decoded)
-        drifted = is_remembered and differ([claim.replicas for claim in decoded])
-        return PlanAnswer(digest, None if is_remembered else list(first.values()), have_doubts, drifted)
+        self._described_by = [first.setdefault(claim.description, rank) for rank, claim in enumerate(claims)]
+        is_remembered = self._last is not None and all(claim.plan == digest for claim in claims)
+        have_drifted = is_remembered and replicas_differ([claim.replicas for claim in claims])
+        return PlanAnswer(digest, None if is_remembered else list(first.values()), state_differs, have_drifted)
 
     def plan(self, step: str, ranks: Ranks, inventory: LocalInventory, answer: PlanAnswer) -> RankPlan:
         """Return the plan that all ranks remember, or make a new plan. Collective if it makes one."""
@@ -294,6 +204,28 @@ class PlanExchange:
 
         share = Share.decode(ranks.scatter(step, send, deal))
         return RankPlan(digest, inventory, share, global_plan)
+
+    def compare_replicas(
+        self, step: str, path: Where, ranks: Ranks, plan: RankPlan, state: Flat, answer: PlanAnswer
+    ) -> Drift | None:
+        """Return the replicas that differ; None if all are equal. Rank 0 warns of them.
+
+        Collective, unless the ranks have remembered the plan and their replicas are equal. :attr:`drift` remembers the
+        result, and replicas are not compared again.
+        """
+        from dcp_plugin.core.planning import replicas  # a process alone has nothing to compare
+
+        def drift_of(of_ranks: list[Samples]) -> Drift:
+            assert plan.global_plan is not None, "rank 0 has made it"
+            return replicas.report(of_ranks, plan.global_plan.table.keys, plan.global_plan.objects)
+
+        have_drifted = answer.have_drifted
+        if answer.describers is not None:  # the ranks have made this plan just now
+            have_drifted = ranks.combine(step, lambda: plan.replicas.sum(state, path), replicas_differ)
+        if not have_drifted:
+            return None
+        self.drift = ranks.combine(step, lambda: plan.replicas.samples(state, path), drift_of)
+        return self.drift
 
 
 def in_table_order(global_plan: GlobalPlan) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

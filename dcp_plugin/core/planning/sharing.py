@@ -171,7 +171,7 @@ _Shared = tuple[list[int], list[_Read]]
 def _place(box: BoxRead) -> tuple[object, ...]:
     """Return a key that sorts reads by their place in the checkpoint. Only reads of the same bytes into the same dtype
     have equal keys."""
-    return box.number, box.offsets, box.sizes, str(box.target.dtype)
+    return box.number, box.offsets, box.sizes, str(box.target.dtype), box.is_scaled
 
 
 def _digest(reads: list[_Read]) -> bytes:

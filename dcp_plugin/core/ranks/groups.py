@@ -48,50 +48,53 @@ class RankGroups:
         settings: The settings that must be equal on every rank, by name.
         timeout: Timeout of each group, in seconds.
         solo: True if this process acts alone, without groups.
-        aside: True if calls communicate while saves are in flight, which requires the second group.
+        needs_second: True if calls communicate while saves are in flight, which requires the second group.
     """
 
-    def __init__(self, settings: dict[str, Any], timeout: float, solo: bool, aside: bool) -> None:
-        self._settings, self._timeout, self.solo, self._needs_aside = settings, timeout, solo, aside
-        self.known: Ranks | None = None  # the group of saves; None before the first use
-        self._aside: Ranks | None = None
+    def __init__(self, settings: dict[str, Any], timeout: float, solo: bool, needs_second: bool) -> None:
+        self._settings, self._timeout, self.solo, self._needs_second = settings, timeout, solo, needs_second
+        self.group_of_saves: Ranks | None = None  # None before the first use
+        self._group_of_calls: Ranks | None = None
 
     @property
     def held(self) -> int:
         """Number of usable groups of several processes, which :meth:`close` leaves."""
-        return sum(ranks is not None and ranks.size > 1 and ranks.usable for ranks in (self.known, self._aside))
+        return sum(
+            ranks is not None and ranks.size > 1 and ranks.usable
+            for ranks in (self.group_of_saves, self._group_of_calls)
+        )
 
-    def main(self) -> Ranks:
+    def for_saves(self) -> Ranks:
         """Return the group of saves. It is made at the first use, and again after a failure or with a new default
         group. Collective."""
         if self.solo:
             return Ranks()
-        if self.known is None or not self.known.usable:
+        if self.group_of_saves is None or not self.group_of_saves.usable:
             ranks = of_default_group(self._timeout)
             try:
                 ranks.combine("compare the configurations", lambda: self._settings, _refuse_differences)
             except Exception:
                 ranks.close()
                 raise
-            self.known = ranks
-        return self.known
+            self.group_of_saves = ranks
+        return self.group_of_saves
 
-    def front(self) -> Ranks:
+    def for_calls(self) -> Ranks:
         """Return the group in which the calling thread may communicate while saves are in flight. Collective."""
-        if self.solo or not self._needs_aside:
-            return self.main()
-        if self.known is None:
-            self.main()  # first, since it compares the configurations
-        if self._aside is None or not self._aside.usable:
-            self._aside = of_default_group(self._timeout)
-        return self._aside
+        if self.solo or not self._needs_second:
+            return self.for_saves()
+        if self.group_of_saves is None:
+            self.for_saves()  # first, since it compares the configurations
+        if self._group_of_calls is None or not self._group_of_calls.usable:
+            self._group_of_calls = of_default_group(self._timeout)
+        return self._group_of_calls
 
     def close(self) -> None:
         """Leave both groups."""
-        for ranks in (self.known, self._aside):
+        for ranks in (self.group_of_saves, self._group_of_calls):
             if ranks is not None:
                 ranks.close()
-        self.known = self._aside = None
+        self.group_of_saves = self._group_of_calls = None
 
 
 def _refuse_differences(settings: list[dict[str, Any]]) -> None:

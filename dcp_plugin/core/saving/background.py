@@ -24,7 +24,7 @@ from dcp_plugin.core.runs import deletion, launches  # noqa: F401
 from dcp_plugin.core.saving import progress  # noqa: F401
 from dcp_plugin.core.saving.job import SavePipeline
 from dcp_plugin.core.saving.queue import RunningSave, SaveQueue, first_unreported, let_training_go_first
-from dcp_plugin.core.saving.writers import progress_of, unpublished
+from dcp_plugin.core.saving.writers import discarded_on_error, progress_of
 from dcp_plugin.core.staging.guard import take_off_hooks
 from dcp_plugin.core.staging.host_copy import HostCopy
 from dcp_plugin.core.staging.snapshot import HostPool
@@ -90,7 +90,7 @@ class BackgroundThread:
         pipeline, queue, config = self._pipeline, self._queue, self._config
         queue.warns_at_exit = ranks.rank == 0
         # The training waits for this block. The thread is started at its end.
-        with unpublished(request, config, ranks, lambda: handle in queue.handles) as publication:
+        with discarded_on_error(request, config, ranks, lambda: handle in queue.handles) as publication:
             with collector_paused(), module_cache():
                 copy = begin_copy(pipeline, handle, live, Attempt(self.pool), ranks)
             timed = replace(request, blocked_seconds=time.monotonic() - request.began)
@@ -102,17 +102,17 @@ class BackgroundThread:
 
             queue.start(handle, request.call, in_thread)
 
-    def idle_ranks(self) -> Ranks:
+    def wait_for_ranks(self) -> Ranks:
         """Wait for the saves in flight, and return the group of ranks.
 
-        All ranks know the failures of these saves. On some ranks a handle may have raised its failure already. So all
-        ranks raise if any rank has not raised it.
+        A failed save has failed on all ranks. On some of them, a caller may have got its error from the handle. If a
+        rank is left on which no caller has got it, all ranks raise.
         """
         ended = self._queue.wait_for_all()
         self.free_modules()
         unreported = first_unreported(ended)
         try:
-            ranks = self._groups.main()
+            ranks = self._groups.for_saves()
         except BaseException as error:  # must not hide the failure that this call was about to raise
             if unreported is not None:
                 error.add_note(

@@ -8,15 +8,21 @@ A writer (:mod:`dcp_plugin.core.saving.writers`) makes the process group, and th
 3. :meth:`SavePipeline.plan_write_publish`. The keeper's writer calls :meth:`SavePipeline.leave_out` and
    :meth:`SavePipeline.plan` instead, and hands the plan over.
 
-No collective runs before the plan, except in FSDP1's own code. A failure of one rank before the plan continues as an
-:class:`~dcp_plugin.core.ranks.collectives.Attempt` until all ranks meet.
+These are the meetings of the ranks, in this order. Every save has the two that begin with *always*:
 
-The ranks of a save meet twice: to plan, and after all have written, to learn that the checkpoint is published. These
-cases need more meetings:
+- With ``files=``, two before the first stage: to reserve the directory, and to add the files.
+- With ``exclude``, one at the first save: to find globs that match no key.
+- With ``trainable_only``, one: to agree on the keys to leave out.
+- Always, one to plan. Every rank sends its claim. Rank 0 reserves the directory and answers.
+- If state that should be equal on all ranks differs, one to compare it. If optimizer state then needs keys of its own,
+  another to plan.
+- If the plan is not the last one, two: to make it, and to compare the replicas in it.
+- If replicas differ, three: to name them, to send new claims, and to make the plan again.
+- Always, one to publish, after all ranks have written.
 
-- Keys may be left out: one, to agree on them.
-- The plan differs from the last one, as the first plan of a ``Checkpointer`` does: one.
-- State that should be equal on all ranks differs: one or two.
+Gathering and staging have no collectives, except those of FSDP1 and of a user's ``state_dict``. A failure of one rank
+between two meetings is kept as an :class:`~dcp_plugin.core.ranks.collectives.Attempt`. The next meeting raises it on
+all ranks. A save of a keeper has other meetings after its plan (:mod:`dcp_plugin.tiers.keeper_writer`).
 """
 
 from __future__ import annotations
@@ -31,17 +37,17 @@ from dcp_plugin.core import events
 from dcp_plugin.core.config import CheckpointConfig
 from dcp_plugin.core.errors import CheckpointError, RankFailure, SaveFailed, logger
 from dcp_plugin.core.format.index import CheckpointIndex, Places
+from dcp_plugin.core.format.keys import encode_state
 from dcp_plugin.core.format.summary import plain_metrics
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.planning.local_inventory import Holdings, LocalInventory
-from dcp_plugin.core.planning.save import PlanAnswer, PlanExchange, differ, encode_state, in_table_order, items_to_write
+from dcp_plugin.core.planning.save import PlanAnswer, PlanExchange, in_table_order, items_to_write
 from dcp_plugin.core.ranks.collectives import Attempt, Ranks
 from dcp_plugin.core.records import (
     GatheredState,
     LiveState,
     LoadReport,
     OpenCheckpoint,
-    RankPlan,
     SavePlan,
     SaveRequest,
     Spent,
@@ -52,7 +58,7 @@ from dcp_plugin.core.records import (
 from dcp_plugin.core.runs import figures
 from dcp_plugin.core.state.adapters import StateAdapter
 from dcp_plugin.core.state.named_objects import (
-    Place,
+    RankAndSize,
     adapters_of,
     gather_state,
     layouts_of,
@@ -66,7 +72,6 @@ from dcp_plugin.core.tensors._torch import is_tensor
 from dcp_plugin.core.types import Flat, ShardedValue, Standing
 
 if TYPE_CHECKING:
-    from dcp_plugin.core.planning.replicas import Drift, Samples
     from dcp_plugin.core.saving.selection import KeySelection
     from dcp_plugin.core.state.across_ranks import RankLocal
 
@@ -79,6 +84,8 @@ class SavePipeline:
     """
 
     def __init__(self, config: CheckpointConfig) -> None:
+        # For the whole process; only the first call subscribes. It stands here, since a process that never saves has no
+        # figures.
         figures.subscribe()
         self._config = config
         self._prune: Callable[[Where], None] | None = None
@@ -93,8 +100,6 @@ class SavePipeline:
         self._has_compared = False  # whether the first save has compared data between ranks
         self._module_keys: tuple[Collection[str], frozenset[str]] = (), frozenset()
         """The keys of the last state, and those of parameters and optimizer state among them."""
-        self._drift: Drift | None = None
-        """Replicas that have differed at an earlier save; None if none have."""
         self.newest_time = 0.0
         """The greatest recorded time of the saves that rank 0 knows, in seconds since the epoch."""
         self.reuse = Reuse() if config.reuse else None
@@ -108,7 +113,7 @@ class SavePipeline:
 
     def forget_plan(self) -> None:
         """Forget the plan, because the group of ranks that remembered it no longer exists."""
-        self.exchange = PlanExchange()
+        self.exchange.forget()
         self._local = None
 
     def note_loaded(self, state: Mapping[str, Any], report: LoadReport, opened: OpenCheckpoint, ranks: Ranks) -> None:
@@ -135,8 +140,8 @@ class SavePipeline:
             from dcp_plugin.core.state.across_ranks import RankLocal
 
             self._local = RankLocal()
-        place = Place(ranks.rank, ranks.size)
-        adapters = adapters_of(live.state, bool(self._config.stock_aliases), place, live.is_data)
+        this_rank = RankAndSize(ranks.rank, ranks.size)
+        adapters = adapters_of(live.state, bool(self._config.stock_aliases), this_rank, live.is_data)
         leaves, paths = gather_state(adapters)
         kinds = {adapter.name: adapter.kind for adapter in adapters if adapter.kind in ("module", "optimizer")}
         kept = leaves if self.selection is None else self.selection.without_excluded(leaves)
@@ -182,13 +187,13 @@ class SavePipeline:
         request: SaveRequest,
         staged: Attempt[StagedState],
         ranks: Ranks,
-        planned: Callable[[], SavePlan] | None = None,
+        reserve_planned: Callable[[], SavePlan] | None = None,
         degraded: str = "",
     ) -> events.SaveFinished:
         """Plan, write and publish. Collective: all ranks call it, or none.
 
         Args:
-            planned: Reserves the directory of a save that is planned already. Collective.
+            reserve_planned: Reserves the directory of a save that is planned already. Collective.
             degraded: As in :class:`~dcp_plugin.core.events.SaveFinished`.
 
         Raises:
@@ -197,8 +202,8 @@ class SavePipeline:
         """
         began = time.monotonic()
         try:
-            if planned is not None:
-                plan = planned()
+            if reserve_planned is not None:
+                plan = reserve_planned()
             else:
                 staged = self.leave_out(request, staged, ranks)
                 plan = self.plan(request, staged, partial(_reserve, publication, ranks), ranks)
@@ -258,67 +263,43 @@ class SavePipeline:
                 calls it again.
         """
 
-        def describe() -> tuple[Flat, LocalInventory]:
-            state, details = staged.get().state, staged.get().details
-            paths, standing = dict(details.paths), dict[str, Standing]()
-            if self._local is not None:
-                state, standing = self._local.with_rank_keys(state, paths, details, ranks.rank)
-            objects = {name: (kind, details.optimizers.get(name, "")) for name, kind in details.kinds.items()}
-            holds = Holdings(objects, details.per_rank, standing, details.replicas, self._drift is not None)
-            return state, LocalInventory.of_state(state, paths, holds)
+        step, path = f"plan the save of {request.path}", request.path
 
-        def claim() -> bytes:
-            state, inventory = described.get()
-            if self._local is None:
-                return self.exchange.claim(inventory)
-            doubtful = self._local.digest(ranks.rank)
-            return self.exchange.claim(inventory, doubtful, lambda replicas: replicas.sum(state, request.path))
+        def ask() -> tuple[Flat, LocalInventory, PlanAnswer, Where]:
+            """Describe the state, send the claim, and return the answer of rank 0 with the description. Collective."""
+            described = Attempt.of(lambda: self._described(staged.get(), ranks.rank))
+            answer, directory = ranks.combine(
+                step,
+                lambda: self.exchange.claim(path, ranks, *described.get()),
+                lambda claims: (self.exchange.answer(claims), reserve()),
+            )
+            state, inventory, _ = described.get()
+            return state, inventory, answer, directory
 
-        def answer(claims: list[bytes]) -> tuple[PlanAnswer, Where]:
-            return self.exchange.answer(claims), reserve()
-
-        step = f"plan the save of {request.path}"
-        described = Attempt.of(describe)
-        answered, directory = ranks.combine(step, claim, answer)
+        state, inventory, answer, directory = ask()
         # If optimizer state differs that did not differ before, its keys now become separate for each rank.
-        if answered.differ and self._local is not None and self._local.compare(step, ranks):
-            described = Attempt.of(describe)
-            answered, directory = ranks.combine(step, claim, answer)
+        if answer.state_differs and self._local is not None and self._local.compare(step, ranks):
+            state, inventory, answer, directory = ask()
         self._has_compared = True
-        state, inventory = described.get()
-        plan = self.exchange.plan(step, ranks, inventory, answered)
-        if ranks.size > 1 and self._has_drifted(step, request, plan, state, answered, ranks):
-            described = Attempt.of(describe)  # in which the lowest holder of a box writes it
-            answered, directory = ranks.combine(step, claim, answer)
-            state, inventory = described.get()
-            plan = self.exchange.plan(step, ranks, inventory, answered)
+        plan = self.exchange.plan(step, ranks, inventory, answer)
+        if ranks.size > 1 and (drift := self.exchange.compare_replicas(step, path, ranks, plan, state, answer)):
+            if drift.ranks:
+                self.emit(events.ReplicasDiffer(path, request.step, drift.ranks, drift.difference, ranks.rank))
+            state, inventory, answer, directory = ask()  # in whose inventory the lowest holder of a box writes it
+            plan = self.exchange.plan(step, ranks, inventory, answer)
         return SavePlan(ranks.rank, directory, state, plan)
 
-    def _has_drifted(
-        self, step: str, request: SaveRequest, plan: RankPlan, state: Flat, answered: PlanAnswer, ranks: Ranks
-    ) -> bool:
-        """Return whether replicas differ. Collective, unless the ranks have remembered the plan and their replicas are
-        equal.
-
-        Rank 0 warns of replicas that differ. The pipeline remembers them, and does not compare them again.
-        """
-        from dcp_plugin.core.planning import replicas  # a process alone has nothing to compare
-
-        def report(of_ranks: list[Samples]) -> Drift:
-            assert plan.global_plan is not None, "rank 0 has made it"
-            return replicas.report(of_ranks, plan.global_plan.table.keys, plan.global_plan.objects)
-
-        has_drifted = answered.drifted
-        if answered.describers is not None:  # the ranks have made this plan just now
-            has_drifted = ranks.combine(step, lambda: plan.replicas.sum(state, request.path), differ)
-        if has_drifted:
-            self._drift = ranks.combine(step, lambda: plan.replicas.samples(state, request.path), report)
-            if self._drift.ranks:
-                event = events.ReplicasDiffer(
-                    request.path, request.step, self._drift.ranks, self._drift.difference, ranks.rank
-                )
-                self.emit(event)
-        return has_drifted
+    def _described(self, staged: StagedState, rank: int) -> tuple[Flat, LocalInventory, bytes]:
+        """Return the state under the keys of the plan, its inventory, and the digest of values that may differ between
+        ranks."""
+        state, details, doubtful = staged.state, staged.details, b""
+        paths, standing = dict(details.paths), dict[str, Standing]()
+        if self._local is not None:
+            state, standing = self._local.with_rank_keys(state, paths, details, rank)
+            doubtful = self._local.digest(rank)
+        objects = {name: (kind, details.optimizers.get(name, "")) for name, kind in details.kinds.items()}
+        holds = Holdings(objects, details.per_rank, standing, details.replicas, self.exchange.drift is not None)
+        return state, LocalInventory.of_state(state, paths, holds), doubtful
 
     def _write(
         self, publication: Publication, request: SaveRequest, plan: SavePlan, staging_seconds: float
@@ -346,7 +327,7 @@ class SavePipeline:
         """
         published: list[WrittenPart] = []
 
-        def publish(parts: list[WrittenPart]) -> None:
+        def combine_parts(parts: list[WrittenPart]) -> None:
             global_plan = plan.rank_plan.global_plan
             assert global_plan is not None, "rank 0 has made it"
             places = Places.joined([part.places for part in parts]).take(in_table_order(global_plan))
@@ -354,12 +335,14 @@ class SavePipeline:
             index.left_out, index.rounded = dict(staged.left_out), dict(staged.rounded)
             index.empty = [key for key in global_plan.empty if key in index]
             facts = self.facts(request, staged, len(parts), global_plan.objects)
-            summary = publication.publish(index, replace(facts, reused=self._reused(parts)), self.newest_time)
+            summary = publication.compose_and_commit(
+                index, replace(facts, reused=self._reused(parts)), self.newest_time
+            )
             self.newest_time = max(self.newest_time, summary.time)
             published.extend(parts)
             self._delete_old(request.path)
 
-        ranks.combine(f"write {request.path}", part.get, publish)
+        ranks.combine(f"write {request.path}", part.get, combine_parts)
         return published
 
     def _delete_old(self, path: Where) -> None:
@@ -389,7 +372,7 @@ class SavePipeline:
             exclude=self._config.exclude,
             base=staged.base,
             metrics=staged.details.metrics,
-            differing=self._drift.ranks if self._drift is not None else {},
+            differing=drift.ranks if (drift := self.exchange.drift) is not None else {},
         )
 
     def _reused(self, parts: list[WrittenPart]) -> dict[str, Any]:

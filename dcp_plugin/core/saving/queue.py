@@ -1,8 +1,9 @@
 """Asynchronous saves: their handles, their threads, and the order in which they run.
 
 Each asynchronous save has one thread. The writer gives the thread a function with the stages of the save. The next save
-begins when that thread runs no more collectives. So the saves of a checkpointer run their collectives one after
-another, in the same order on all ranks.
+or load waits for that thread (:meth:`~dcp_plugin.core.saving.writers.Writer.wait_for_ranks`). It waits until the save
+has ended or a keeper has taken it over. So the saves of a checkpointer run their collectives one after another, in the
+same order on all ranks.
 
 The speed of a rank's thread must not decide whether the rank raises: the other ranks would continue into collectives
 that the rank never joins. So errors of earlier saves are raised only after every rank has waited for the same saves.
@@ -37,8 +38,9 @@ THREAD = "dcp-save"
 class SaveHandle:
     """Save in flight.
 
-    :meth:`wait` raises the error of the save. If no caller waits, the checkpointer raises the error at the next save,
-    at ``wait`` or at ``close``. Each error is raised once.
+    :meth:`wait` raises the error of the save. If no caller waits, the checkpointer raises the error in its next
+    ``save``, ``load``, ``wait`` or ``close``. The error of a save that a keeper writes is not raised by ``save`` and
+    ``load``. Each error is raised once.
 
     Example:
         >>> import dcp_plugin, torch
@@ -57,12 +59,14 @@ class SaveHandle:
         """True if the save was skipped, because another one was in flight (``when_busy="skip"``)."""
         self._finished: events.SaveFinished | None = None
         self._is_staged = False
+        # States of a save, in the order in which it reaches them. Only a save that a keeper writes reaches the three in
+        # the middle before it ends. The end sets all that are left. A local failure sets ``_local`` earlier.
         self._copy_ended = threading.Event()
         self._handed_over = threading.Event()
         self._written = threading.Event()
         self._local = threading.Event()
-        self._local_error: Exception | None = None
         self._done = threading.Event()
+        self._local_error: Exception | None = None
         self._error: Exception | None = None
         self._error_was_raised = False
         self._callbacks: deque[Callable[[events.SaveFinished], object]] = deque()
@@ -201,7 +205,8 @@ class RunningSave(SaveHandle):
         return self._done.wait(timeout)
 
     def set_copying(self) -> None:
-        """Mark the state as not copied yet. A writer whose copy no keeper can take copies the state once more."""
+        """Mark the state as not copied yet. If a keeper cannot take the copy, another writer copies the state again,
+        and calls this a second time."""
         self._is_staged = False
         self._copy_ended.clear()
 
@@ -216,7 +221,8 @@ class RunningSave(SaveHandle):
         self._handed_over.set()
 
     def set_written(self) -> None:
-        """Mark the host copy as written."""
+        """Mark the host copy as written. Called by the thread that follows a save of a keeper. For any other save, the
+        copy counts as written when the save ends."""
         self._written.set()
 
     def set_local(self, error: Exception | None = None) -> None:
@@ -385,8 +391,8 @@ class SaveQueue:
 
         If no thread can be started, ``save`` runs in this call, since the other ranks wait for this rank.
 
-        If this call raises, on Ctrl-C for example, one of two things holds. The save is among :attr:`handles`, and goes
-        on. Or ``save`` does not run.
+        If this call raises, on Ctrl-C for example, :attr:`handles` tells whether the save goes on. A save that is not
+        among them never runs.
 
         Args:
             call: The call whose collectives ``save`` runs.

@@ -53,11 +53,14 @@ class Writer(Protocol):
             CheckpointError: On every rank: the save has failed.
         """
 
-    def idle_ranks(self) -> Ranks:
-        """Return the group of ranks after all saves in flight have finished with it. Collective.
+    def wait_for_ranks(self) -> Ranks:
+        """Wait until no save in flight needs the group of ranks, and return the group. Collective.
+
+        A background thread needs it until its save has ended. A save that a keeper has taken over needs it no more.
 
         Raises:
-            CheckpointError: On every rank: a save in flight failed.
+            CheckpointError: On every rank: a save that this call waited for failed. The failure of a save that a keeper
+                writes is raised by its handle instead.
         """
 
     def free_modules(self) -> None:
@@ -70,14 +73,18 @@ class Writer(Protocol):
         """Give back memory and leave the keeper."""
 
 
+# The constructor of a keeper's writer, with the writer of the saves that it cannot take.
+WriterFactory = Callable[[CheckpointConfig, SavePipeline, SaveQueue, RankGroups, Writer], Writer]
+
+
 def is_rank_zero_busy(queue: SaveQueue, groups: RankGroups, path: Where) -> bool:
     """Return whether rank 0 is busy with an earlier save, so that no rank saves to ``path``. Collective.
 
     Rank 0 logs a warning if it is busy.
     """
-    front = groups.front()
-    busy = front.from_zero("see whether a save is in flight", lambda: not queue.is_free)
-    if busy and front.rank == 0:
+    ranks = groups.for_calls()
+    busy = ranks.from_zero("see whether a save is in flight", lambda: not queue.is_free)
+    if busy and ranks.rank == 0:
         logger.warning("%s is NOT saved: an earlier save is still in flight (when_busy='skip')", path)
     return busy
 
@@ -92,7 +99,7 @@ class CallingThread:
 
     def submit(self, handle: RunningSave, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
         with (
-            unpublished(request, self._config, ranks) as publication,
+            discarded_on_error(request, self._config, ranks) as publication,
             collector_paused(),
             progress_of(request, self._config, ranks),
         ):
@@ -102,8 +109,8 @@ class CallingThread:
             event = self._pipeline.plan_write_publish(publication, request, staged, ranks)
         handle.set_published(event)
 
-    def idle_ranks(self) -> Ranks:
-        return self._groups.main()
+    def wait_for_ranks(self) -> Ranks:
+        return self._groups.for_saves()
 
     def free_modules(self) -> None:
         pass  # without a copy there are no hooks
@@ -116,15 +123,16 @@ class CallingThread:
 
 
 @contextmanager
-def unpublished(
+def discarded_on_error(
     request: SaveRequest, config: CheckpointConfig, ranks: Ranks, is_in_flight: Callable[[], bool] = lambda: False
 ) -> Iterator[Publication]:
     """Yield the unpublished checkpoint, with the caller's files in it. Collective if the caller has files.
 
-    An error of the block, such as Ctrl-C, discards the checkpoint.
+    An error of the block, such as Ctrl-C, discards the checkpoint. After a block without an error, the checkpoint is
+    published, or a thread continues to write it.
 
     Args:
-        is_in_flight: Returns whether a thread writes the checkpoint by now, which then is not discarded.
+        is_in_flight: Returns true once a thread writes the checkpoint. An error of the block then discards nothing.
     """
     publication = Publication(request.path, medium_of(request.path, config.io.direct))
     try:

@@ -82,8 +82,8 @@ class Snapshot:
         self._pool, self._encode = pool, encode
         self._constant: dict[str, Any] = {}
         self._later: list[_Later] = []
-        # Each leaf goes to one of four places: constants, which nothing changes; _later, for finish(); plain tensors in
-        # now, which are copied here; to_describe, where encode() has to find the memory to copy.
+        # Each leaf goes to one of four collections: constants, which nothing changes; _later, for finish(); now, for
+        # plain tensors that are copied here; to_describe, where encode() has to find the memory to copy.
         now: dict[str, torch.Tensor] = {}
         to_describe: dict[str, Any] = {}
         memory_of_leaf: dict[str, tuple[torch.Tensor, ...]] = {}
@@ -110,15 +110,15 @@ class Snapshot:
             self._sample = _Sample(self._later)
         self._streams = _Streams(tensor for pending in self._later for tensor in pending.memory)
         described = encode(to_describe)
-        # Tied tensors have one identity, so they become one source with one place.
+        # Tied tensors have one identity, so they become one source with one slice.
         identities = {key: _identity(key, 0, tensor) for key, tensor in now.items()}
         sources = dict(zip(identities.values(), now.values(), strict=True)) | dict(_sources(described))
-        places = dict(zip(sources, pool.places(list(sources.values())), strict=True))
+        slices = dict(zip(sources, pool.slices(list(sources.values())), strict=True))
         # Made before the copy, because the copy evicts these objects from the processor's cache.
-        self._now = {key: (places[identity], now[key]) for key, identity in identities.items()}
-        _copy_now([(places[identity], tensor) for identity, tensor in sources.items()])
+        self._now = {key: (slices[identity], now[key]) for key, identity in identities.items()}
+        _copy_now([(slices[identity], tensor) for identity, tensor in sources.items()])
         # From here on the sources may be freed: FSDP frees the storage of a gathered parameter.
-        copies = {identity: places[identity].like(tensor) for identity, tensor in _sources(described)}
+        copies = {identity: slices[identity].like(tensor) for identity, tensor in _sources(described)}
         copies |= _copies_of_subclasses(described)
         self._copied = {key: _with_copies(key, value, copies) for key, value in described.items()}
 
@@ -134,13 +134,15 @@ class Snapshot:
             SaveFailed: Tensors have changed since the snapshot was made. The message names them.
         """
         later, self._later = self._later, []
-        copied = self._copied | self._encode({key: place.like(tensor) for key, (place, tensor) in self._now.items()})
+        copied = self._copied | self._encode(
+            {key: copy_slice.like(tensor) for key, (copy_slice, tensor) in self._now.items()}
+        )
         described = self._encode({**self._constant, **{pending.key: pending.leaf for pending in later}})
         sources, copies = dict(_sources(described)), {}
-        places = self._pool.places(list(sources.values()), later=True)
+        slices = self._pool.slices(list(sources.values()), later=True)
         with self._streams:
-            for (identity, tensor), place in zip(sources.items(), places, strict=True):
-                copies[identity] = place.like(tensor)
+            for (identity, tensor), copy_slice in zip(sources.items(), slices, strict=True):
+                copies[identity] = copy_slice.like(tensor)
                 with self._streams.of(tensor):
                     _copy_later(copies[identity], tensor)
         # Compared after the copy, so that a write during the copy is detected as well.
@@ -195,12 +197,12 @@ def _copy_now(copied: list[tuple[HostSlice, torch.Tensor]]) -> None:
     """Copy with torch's threads, since the caller waits. Copy small tensors by ``memmove``, because the call of an
     operator takes longer than copying their bytes."""
     with _Streams(tensor for _, tensor in copied) as streams:
-        for place, tensor in copied:
+        for copy_slice, tensor in copied:
             if tensor.nbytes < _SMALL and is_plain_memory(tensor):
-                ctypes.memmove(place.address, address_of(tensor), tensor.nbytes)
+                ctypes.memmove(copy_slice.address, address_of(tensor), tensor.nbytes)
             else:
                 with streams.of(tensor):
-                    place.like(tensor).copy_(tensor, non_blocking=tensor.is_cuda and can_be_queued(tensor))
+                    copy_slice.like(tensor).copy_(tensor, non_blocking=tensor.is_cuda and can_be_queued(tensor))
 
 
 def _copy_later(copy: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -331,10 +333,10 @@ class _OnDevice:
 def _samples_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a few elements, spread over the memory of a tensor without gaps."""
     count = tensor.numel()
-    places = min(count, _SAMPLES)
+    samples = min(count, _SAMPLES)
     if tensor.itemsize == 1:  # torch.cat knows few of the dtypes of one byte on a device
         tensor = tensor.view(torch.uint8)
-    return tensor.as_strided((places,), ((count - 1) // (places - 1) if places > 1 else 1,))
+    return tensor.as_strided((samples,), ((count - 1) // (samples - 1) if samples > 1 else 1,))
 
 
 def _has_no_gaps(tensor: torch.Tensor) -> bool:
@@ -384,7 +386,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the proces
 
 
 class HostSlice(NamedTuple):
-    """The place of one tensor's copy in a slab."""
+    """Memory of one tensor's copy in a slab."""
 
     slab: torch.Tensor
     start: int
@@ -412,12 +414,12 @@ class HostPool:
     def __init__(self, allocate: Callable[[int], torch.Tensor] | None = None) -> None:
         self._slabs = {(later, pinned): _Slab(pinned, allocate) for later in (False, True) for pinned in (False, True)}
 
-    def places(self, tensors: Sequence[torch.Tensor], later: bool = False) -> list[HostSlice]:
-        """Return a place for each tensor.
+    def slices(self, tensors: Sequence[torch.Tensor], later: bool = False) -> list[HostSlice]:
+        """Return a slice of a slab for each tensor.
 
         Args:
             later: True for tensors that :meth:`Snapshot.finish` copies. False begins a new save, which invalidates all
-                places that were returned before.
+                slices that were returned before.
         """
         held = sum(slab.memory.nbytes for (is_later, _), slab in self._slabs.items() if not is_later)
         if not later and sum(tensor.nbytes for tensor in tensors) > held:

@@ -1,7 +1,7 @@
 """Ranks that hold different things: the rule, for saves and for loads.
 
-**A checkpoint has one value for each key. Ranks that hold a key hold the same value, or shards of one, or they are
-named.** What is decided for all ranks follows from what all of them hold, never from rank 0 alone:
+**A checkpoint has one value for each key. Ranks that hold a key hold the same value or shards of one. If they do not, a
+warning names the ranks and the key.** Decisions for all ranks follow from the state of all, never from rank 0 alone:
 
 ==============================  =====================================================================================
 names, kinds, optimizers        the union of all ranks (:class:`~dcp_plugin.core.planning.local_inventory.Description`)
@@ -41,8 +41,8 @@ from dcp_plugin.core.format.index import CheckpointIndex, KeyPath
 from dcp_plugin.core.format.keys import LocalSlot
 from dcp_plugin.core.format.payload import hashes_of, sample_of
 from dcp_plugin.core.ranks.collectives import Ranks, pack, unpack
-from dcp_plugin.core.records import Box, Shards, StateDetails
-from dcp_plugin.core.types import EncodedValue, Flat, RankEntry, ShardedValue, Standing
+from dcp_plugin.core.records import Shards, StateDetails
+from dcp_plugin.core.types import Box, EncodedValue, Flat, RankEntry, ShardedValue, Standing
 
 _SAMPLED = 4 << 20
 """Size of a tensor in bytes above which only a few places of it are compared between ranks. That is enough to notice a
@@ -93,9 +93,11 @@ class RankLocal:
         """Return a digest of the entries that may differ between ranks; empty if there are none. Ranks with different
         digests :meth:`compare` their entries.
 
-        A tensor with the shape of the shard makes the digest differ from that of every other rank. A slot with one
-        value for all parameters, as ``step`` mostly has, is hashed without the names of the parameters. Ranks with
-        state for different parameters then have equal digests, and do not compare at every save.
+        If a tensor has the shape of this rank's shard, the digest contains the rank's number. It then differs from that
+        of every other rank, and the ranks compare.
+
+        A slot with one value for all parameters, as ``step`` mostly has, is hashed without the names of the parameters.
+        Ranks with state for different parameters then have equal digests, and do not compare at every save.
         """
         if not self._doubtful and not self._shared:
             return b""
@@ -162,8 +164,7 @@ def _known_first(text: str, names: Mapping[str, Box]) -> tuple[str | None, str]:
 
 def _has_shape_of(value: ShardedValue | EncodedValue, box: Box) -> bool:
     """Return whether a value is a tensor with the shape of the box. A box of one element never counts."""
-    shape = tuple(end - begin for begin, end in zip(*box, strict=True))
-    return isinstance(value, ShardedValue) and value.shape == shape and prod(shape) > 1
+    return isinstance(value, ShardedValue) and value.shape == box.sizes and prod(box.sizes) > 1
 
 
 def _hashes(state: Flat, most: float = float("inf")) -> dict[str, bytes]:
@@ -290,7 +291,7 @@ class Union:
 
 
 class RankName(NamedTuple):
-    """Place in a checkpoint of a value of which each rank has its own."""
+    """Name in a checkpoint of this rank's entry, for a value of which each rank has its own."""
 
     name: str
     """Name of this rank's entry, or of the value that all ranks share."""

@@ -37,7 +37,6 @@ from dcp_plugin.core.format.keys import (
     walked_as_stored,
     with_types_of,
 )
-from dcp_plugin.core.records import Box
 from dcp_plugin.core.state.module import gather_module
 from dcp_plugin.core.state.module_load import Deferred, ModuleLoad, Read
 from dcp_plugin.core.state.names import mark_parameters, mark_slots
@@ -57,7 +56,7 @@ from dcp_plugin.core.state.optimizer_load import OptimizerLoad, OwnLayoutLoad, l
 from dcp_plugin.core.tensors._torch import is_meta, is_tensor, shape_of, with_memory
 from dcp_plugin.core.tensors._torch_modules import Incompatible
 from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS, OF_ITS_OWN_CLASS
-from dcp_plugin.core.types import RankEntry, Wanted
+from dcp_plugin.core.types import Box, RankEntry, Wanted
 
 
 @dataclass(frozen=True)

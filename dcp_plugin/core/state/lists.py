@@ -22,7 +22,6 @@ from torch import nn
 from dcp_plugin.core.errors import CheckpointMismatch
 from dcp_plugin.core.format.index import Entry, KeyPath
 from dcp_plugin.core.format.payload import hashes_of
-from dcp_plugin.core.records import Box
 from dcp_plugin.core.state.adapters import ModuleAdapter, OptimizerAdapter, StateAdapter, StatefulAdapter
 from dcp_plugin.core.state.module import same_memory
 from dcp_plugin.core.state.module_load import Read
@@ -30,7 +29,7 @@ from dcp_plugin.core.state.names import Parts, trained_module
 from dcp_plugin.core.state.optimizer import groups_of, split_key
 from dcp_plugin.core.tensors._torch import is_tensor, sharded_value
 from dcp_plugin.core.tensors._torch_modules import Incompatible, unwrapped_optimizer
-from dcp_plugin.core.types import ShardedValue, Wanted
+from dcp_plugin.core.types import Box, ShardedValue, Wanted
 
 
 def adapter_of_list(

@@ -44,22 +44,22 @@ from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS
 from dcp_plugin.core.types import OfEachRank, PerRank, RankEntry, ShardedValue
 
 
-class Place(NamedTuple):
+class RankAndSize(NamedTuple):
     """This rank among the ranks that save or load together."""
 
     rank: int
     world_size: int
 
 
-ALONE = Place(0, 1)
+ALONE = RankAndSize(0, 1)
 
 NamedObject = tuple[str, Any, Any, Any, RankEntry | None]
-"""Object of the state: its name, the mapping that has it and its key there, the object, and its place if each rank has
-its own."""
+"""An object of the state, as a tuple. Its elements: the name of the object, the mapping that has it, its key in that
+mapping, the object, and its entry on this rank. The entry is None if all ranks share the value."""
 
 
 def adapters_of(
-    state: Mapping[str, Any], stock_aliases: bool = True, place: Place = ALONE, is_data: bool = False
+    state: Mapping[str, Any], stock_aliases: bool = True, this_rank: RankAndSize = ALONE, is_data: bool = False
 ) -> list[StateAdapter]:
     """Return the adapters of a state: of modules, of optimizers, of ``Stateful`` objects, of data.
 
@@ -71,7 +71,7 @@ def adapters_of(
 
     Args:
         stock_aliases: True if optimizers also store their param groups under stock's keys.
-        place: This rank, for values that differ between ranks.
+        this_rank: For values that differ between ranks.
         is_data: True if objects inside the mappings of the state are values. Their ``state_dict`` is not called.
 
     Raises:
@@ -84,7 +84,7 @@ def adapters_of(
     of_data: Iterable[NamedObject] = ((name, state, name, value, None) for name, value in state.items())
     require_end("", state)
     try:
-        named_objects = list(of_data if is_data else _named_objects(state, place))
+        named_objects = list(of_data if is_data else _named_objects(state, this_rank))
     except RecursionError as error:
         raise too_deep("") from error
     names = [name for name, *_ in named_objects]
@@ -276,7 +276,7 @@ def layouts_of(leaves: Mapping[str, Any]) -> list[str]:
     return sorted({layout_of(leaf) for leaf in distinct if is_tensor(leaf) or isinstance(leaf, ShardedValue)})
 
 
-def _named_objects(state: Mapping[str, Any], place: Place) -> Iterator[NamedObject]:
+def _named_objects(state: Mapping[str, Any], this_rank: RankAndSize) -> Iterator[NamedObject]:
     """Yield each object of the state.
 
     Raises:
@@ -295,12 +295,12 @@ def _named_objects(state: Mapping[str, Any], place: Place) -> Iterator[NamedObje
                         f"plain values, objects with a state_dict and mappings of these. If each rank has its own "
                         f"module or optimizer, give each a different name in the state."
                     )
-                entry = RankEntry(name, _dotted(below), *place, _is_position(part))
-                yield entry.name_on(place.rank), holder, below[-1] if below else "value", part, entry
+                entry = RankEntry(name, _dotted(below), *this_rank, _is_position(part))
+                yield entry.name_on(this_rank.rank), holder, below[-1] if below else "value", part, entry
         elif _is_position(value) or isinstance(value, OfEachRank):
             is_derived = isinstance(value, OfEachRank)
-            entry = RankEntry(name, "", *place, is_position=not is_derived, is_derived=is_derived)
-            yield entry.name_on(place.rank), owner, path[-1], value, entry
+            entry = RankEntry(name, "", *this_rank, is_position=not is_derived, is_derived=is_derived)
+            yield entry.name_on(this_rank.rank), owner, path[-1], value, entry
         else:
             yield name, owner, path[-1], value, None
 

@@ -43,12 +43,12 @@ from dcp_plugin.core.format.keys import (
     walked_by_us,
     with_types_of,
 )
-from dcp_plugin.core.records import Box
 from dcp_plugin.core.state.module import gather_fsdp1_optimizer, reshard
 from dcp_plugin.core.state.names import contains_fsdp1, parameter_names, parameters_by_name
 from dcp_plugin.core.tensors._torch import laid_out_like, shard_of
 from dcp_plugin.core.tensors._torch_modules import has_own_state_dict, unpatched, unwrapped_optimizer
 from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS
+from dcp_plugin.core.types import Box
 
 GROUPS = "param_groups"
 GLOBAL = "global_state"

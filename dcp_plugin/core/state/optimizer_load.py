@@ -62,7 +62,7 @@ from dcp_plugin.core.tensors._torch import (
 )
 from dcp_plugin.core.tensors._torch_modules import is_of_torch, new_state, slots_of_torch, unpatched
 from dcp_plugin.core.tensors.kinds import OF_ITS_OWN_CLASS
-from dcp_plugin.core.types import Wanted
+from dcp_plugin.core.types import Box, Wanted
 
 _OTHERS_ARE_TRAINED = (
     "parameters that are trained now and were not then start with fresh optimizer state, and the state of those that "
@@ -235,7 +235,7 @@ class OptimizerLoad:
         part."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         shape = sharded_value(self._layouts[fqn]).shape
-        box = shard_of(self._layouts[fqn]) or ((0,) * len(shape), shape)
+        box = shard_of(self._layouts[fqn]) or Box((0,) * len(shape), shape)
         fitting = [(local.rank != rank, key) for local, key in candidates if local.box == box]
         if fitting:
             _, self.wanted.stored_as[f"state.{fqn}.{slot}"] = min(fitting)

@@ -64,11 +64,11 @@ class StepStableMemory:
         if not self._stable and not self._slots:
             return [False] * len(leaves)
         # A slot is stable unless it shares memory with unstable tensors. Any other leaf has to be a trained parameter.
-        places = iter(_places([tensor for tensors in memory for tensor in tensors]))
+        memory_addresses = iter(_addresses([tensor for tensors in memory for tensor in tensors]))
         return [
             self._unstable.isdisjoint(addresses) if self._is_slot(leaf) else self._stable.issuperset(addresses)
             for leaf, addresses in zip(
-                leaves, (list(itertools.islice(places, len(tensors))) for tensors in memory), strict=True
+                leaves, (list(itertools.islice(memory_addresses, len(tensors))) for tensors in memory), strict=True
             )
         ]
 
@@ -95,12 +95,12 @@ def _tensors(slots: Any) -> Iterator[torch.Tensor]:
 
 def _memory(tensors: Iterable[Any]) -> list[int]:
     with torch.no_grad():  # to_local() then returns the memory of a DTensor itself, without a view
-        return _places([tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors])
+        return _addresses([tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors])
 
 
-def _places(tensors: Sequence[torch.Tensor]) -> list[int]:
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the addresses of the storages; 0 for a tensor without memory, which is copied during the call anyway."""
     try:
         return [tensor.untyped_storage().data_ptr() for tensor in tensors]
     except Exception:  # each kind of tensor without memory raises its own type
-        return [place for tensor in tensors for place in _places([tensor])] if len(tensors) > 1 else [0]
+        return [address for tensor in tensors for address in _addresses([tensor])] if len(tensors) > 1 else [0]

@@ -127,6 +127,8 @@ class Publication:
     def __init__(self, path: Where, medium: Medium) -> None:
         self.path = path
         self.medium = medium
+        # Every rank makes an identity, and only that of the coordinator is recorded and reported. A common identity
+        # would take a message before the plan.
         self.save_id = str(uuid.uuid4())
         self.published = False
         """True if the checkpoint is at ``path``."""
@@ -157,8 +159,10 @@ class Publication:
         self._written = files = self.medium.open(self._reservation.directory)
         return {name: files.size(name) for name in files.names() if name.endswith(DATA_SUFFIX)}
 
-    def publish(self, index: CheckpointIndex, facts: Facts, seen: float = 0.0) -> Summary:
-        """Write the metadata and make the directory the checkpoint at ``path``, replacing an existing one.
+    def compose_and_commit(self, index: CheckpointIndex, facts: Facts, seen: float = 0.0) -> Summary:
+        """Publish: write the metadata and make the directory the checkpoint at ``path``, replacing an existing one.
+
+        The medium commits (:meth:`~dcp_plugin.core.media.medium.Medium.publish`).
 
         Args:
             seen: The greatest recorded time that the caller knows of the run. The times of the checkpoints next to
@@ -175,13 +179,13 @@ class Publication:
         assert self._reservation is not None, "the coordinator has reserved it"
         # The listing of file_sizes() serves again: in a store, another one takes more requests.
         names = (self._written or self.medium.open(self._reservation.directory)).names()
-        attached = {name.rstrip("/") for name in names if not name.endswith(DATA_SUFFIX)} - set(facts.views)
+        extra_files = {name.rstrip("/") for name in names if not name.endswith(DATA_SUFFIX)} - set(facts.views)
         saved = self._reservation.time or recorded_time(
             max(seen, newest_time(self.medium, self.path.parent)), time.time()
         )
         try:
-            index.extra_files = comparisons_below(self.medium, self._reservation.directory) if attached else {}
-            files, summary = compose(self.path, self.storage_meta, index, facts, attached, saved)
+            index.extra_files = comparisons_below(self.medium, self._reservation.directory) if extra_files else {}
+            files, summary = compose(self.path, self.storage_meta, index, facts, extra_files, saved)
             self.medium.publish(self._reservation, files)
         except OSError as error:
             raise SaveFailed(f"cannot commit {self.path}: {error}. {self.medium.advice}") from error
@@ -213,15 +217,15 @@ def recorded_time(seen: float, now: float) -> float:
 
 
 def compose(
-    path: Where, meta: StorageMeta, index: CheckpointIndex, facts: Facts, attached: Collection[str], saved: float
+    path: Where, meta: StorageMeta, index: CheckpointIndex, facts: Facts, extra_files: Collection[str], saved: float
 ) -> tuple[dict[str, bytes], Summary]:
     """Return the files that turn data files into a checkpoint, in the order of their writing, and the summary.
 
     Args:
         path: Path of the checkpoint, for errors.
-        index: The index of all data files. ``index.extra_files`` has the comparisons of ``attached``. The function adds
-            those of views.
-        attached: The names of extra files and folders next to the data files.
+        index: The index of all data files. ``index.extra_files`` has the comparisons of ``extra_files``. The function
+            adds those of views.
+        extra_files: The names of extra files and folders next to the data files.
         saved: Time of the save, in seconds since the epoch.
 
     Raises:
@@ -251,7 +255,7 @@ def compose(
         kinds=dict(facts.kinds),
         optimizers=dict(facts.optimizers),
         layouts=list(facts.layouts),
-        attached=sorted({*attached, *facts.views}),
+        attached=sorted({*extra_files, *facts.views}),
         versions={"dcp_plugin": VERSION, "torch": torch.__version__, "python": platform.python_version()},
         reused=dict(facts.reused),
         base=dict(facts.base),

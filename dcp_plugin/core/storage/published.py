@@ -1,5 +1,6 @@
-"""Facts about a published checkpoint without its index: its summary, the save that its files are of, and comparisons of
-its extra files, which are the files of a save besides its data files and tables of contents.
+"""Facts about a published checkpoint that need no index.
+
+They are its summary, the save that its files belong to, and comparisons of its extra files.
 
 Stock may have saved over one of our checkpoints; our index and summary do not know of its ``.metadata``. So the summary
 records the save of our ``.metadata``, and its hash. A ``.metadata`` of another save makes the directory a stock

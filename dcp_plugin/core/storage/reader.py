@@ -188,9 +188,11 @@ class CheckpointReader:
             ]
             chunks = ()
         boxes = self._recognised(boxes)
-        wholes, fetches = list[_Box](), list[Fetch]()
+        wholes, fetches, scaled = list[_Box](), list[Fetch](), list[BoxRead]()
         for box in boxes:
-            if is_stored_whole(box.read.target):
+            if box.read.is_scaled:
+                scaled.append(box.read)
+            elif is_stored_whole(box.read.target):
                 wholes.append(box)
             else:
                 fetches += self._fetches(box, box.read.target)
@@ -205,6 +207,10 @@ class CheckpointReader:
         self._read(fetches, chunks)
         for box in wholes:  # one at a time in this thread: their classes may run code of their own
             self._fill(box, box.read.target)
+        if scaled:
+            from dcp_plugin.core.storage.dequantize import read_scaled  # only for folders of other tools
+
+            read_scaled(self.index, scaled, self.read)
         return {key: self._value(key, location, values) for key, location in locations.items()}
 
     def item(self, key: str) -> bytes:
@@ -264,6 +270,8 @@ class CheckpointReader:
         from dcp_plugin.core.format.foreign.torch_file import RefusedValue  # only such files have values in their index
 
         value = self.index.values_here[key]
+        if isinstance(value, RefusedValue) and value.reason:
+            raise CheckpointMismatch(f"{self.path}: {key} {value.reason}")
         if isinstance(value, RefusedValue):
             raise UnsafeCheckpoint(
                 f"{self.path}: {key} is, or contains, an object of {value.of}, which can only be restored by "
@@ -279,7 +287,8 @@ class CheckpointReader:
                 f"{self.path}: the part of {key} to read has shape {sizes}, but its target has shape {shape}"
             )
         if key in index.strides:
-            yield from fetch.of_view(key, chunk.location, dtype, index.strides[key], offsets, target)
+            strides = index.strides[key][chunk.location.file, chunk.location.offset]
+            yield from fetch.of_view(key, chunk.location, dtype, strides, offsets, target)
             return
         block = self._block(chunk.location)
         if chunk.location.payload_offset is None:

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor as DTensor
 
 from dcp_plugin.core.errors import CheckpointMismatch
 from dcp_plugin.core.tensors.kinds import CHECKPOINTABLE, EXACTLY_TENSORS, of_full
-from dcp_plugin.core.types import ShardedValue
+from dcp_plugin.core.types import Box, ShardedValue
 
 StorageInfo = _StorageInfo
 
@@ -113,10 +113,10 @@ def _device_of_process() -> torch.device | str:
     return "cpu" if device.type == "meta" else device  # the default is meta inside ``with torch.device("meta")``
 
 
-def shard_of(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return begin and end of this rank's part of a tensor that is sharded over several ranks; None for other tensors.
+def shard_of(value: Any) -> Box | None:
+    """Return this rank's part of a tensor that is sharded over several ranks; None for other tensors.
 
-    Both are empty if the rank has no part.
+    Offsets and sizes are empty if the rank has no part.
     """
     if not isinstance(value, DTensor):
         return None

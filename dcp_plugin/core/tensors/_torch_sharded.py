@@ -9,7 +9,6 @@ of torch.
 from __future__ import annotations
 
 from math import prod
-from operator import add
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_plugin.core.errors import CheckpointMismatch
 from dcp_plugin.core.tensors.kinds import CHECKPOINTABLE, is_stored_whole, of_full, require_memory, require_parts
-from dcp_plugin.core.types import LocalChunk, ShardedValue
+from dcp_plugin.core.types import Box, LocalChunk, ShardedValue
 
 
 def described(value: Any, any_rank: bool) -> ShardedValue:
@@ -121,19 +120,18 @@ def _check_inside(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple
             raise ValueError(f"{size} elements at {at} are not inside of {length}")
 
 
-def shard_of(value: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def shard_of(value: DTensor) -> Box | None:
     """Return the result of :func:`dcp_plugin.core.tensors._torch.shard_of` for a DTensor."""
     if not any(
         placement.is_shard() and size > 1
         for placement, size in zip(value.placements, value.device_mesh.shape, strict=True)
     ):
         return None
-    box = _box_of(value)
-    return ((), ()) if box is None else (box[0], tuple(map(add, *box)))
+    return _box_of(value) or Box((), ())
 
 
-def _box_of(value: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return offsets and sizes of this rank's shard; None if the rank has no shard.
+def _box_of(value: DTensor) -> Box | None:
+    """Return this rank's shard; None if the rank has no shard.
 
     Torch takes 0.3 ms for the computation. Results are cached, because layers are mostly alike.
     """
@@ -150,7 +148,7 @@ def _box_of(value: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         fewer_rows_than_ranks = 0 in sizes and 0 not in value.shape
         if len(_boxes) >= _MOST_BOXES:
             _boxes.clear()
-        _boxes[layout] = None if fewer_rows_than_ranks else (tuple(chunks[0].offsets), sizes)
+        _boxes[layout] = None if fewer_rows_than_ranks else Box(tuple(chunks[0].offsets), sizes)
     return _boxes[layout]
 
 
@@ -174,6 +172,6 @@ def _check_placements(value: DTensor) -> None:
 
 
 _MOST_BOXES = 10_000
-_boxes: dict[Any, tuple[tuple[int, ...], tuple[int, ...]] | None] = {}
+_boxes: dict[Any, Box | None] = {}
 """Boxes by all values that determine a shard's position. The mesh itself is no key: a later process group has another.
 """

@@ -296,6 +296,33 @@ def narrowed(tensor: torch.Tensor, narrow: Callable[[torch.Tensor], torch.Tensor
     )
 
 
+def part_of(
+    key: str, chunk: LocalChunk, offsets: tuple[int, ...], sizes: tuple[int, ...], stored_whole: bool
+) -> torch.Tensor:
+    """Return the part of a chunk inside a box; for a complete chunk its tensor, because not every class can narrow.
+
+    Args:
+        offsets: Offsets of the box in the tensor.
+        stored_whole: :attr:`~dcp_plugin.core.types.ShardedValue.stored_whole` of the tensor.
+
+    Raises:
+        CheckpointMismatch: The tensor's class cannot be narrowed.
+    """
+
+    def cut(view: torch.Tensor) -> torch.Tensor:
+        for dim, (at, size, origin) in enumerate(zip(offsets, sizes, chunk.offsets, strict=True)):
+            if size < view.shape[dim]:
+                view = view.narrow(dim, at - origin, size)
+        return view
+
+    if sizes == chunk.sizes:
+        return chunk.tensor
+    try:
+        return narrowed(chunk.tensor, cut) if stored_whole else cut(chunk.tensor)
+    except CheckpointMismatch as error:
+        raise CheckpointMismatch(f"{key} is {error}") from error
+
+
 def _memory(tensor: torch.Tensor) -> set[int]:
     """Return the addresses of the tensor's storages."""
     if _is_wrapper(tensor):

@@ -108,7 +108,7 @@ class DcpCheckpoint:
         optimizers = {name: cls for name, cls in classes.items() if name in names}
         step = summary.step if summary else None
         facts = Facts(step=step, world_size=self._ranks, kinds=kinds, optimizers=optimizers)
-        self._publication.publish(index, facts)
+        self._publication.compose_and_commit(index, facts)
         published = self._publication.medium.open(self._publication.path)
         return sorted(name.rstrip("/") for name in published.names())
 

@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dcp_plugin as dcp
-from dcp_plugin.core.format.keys import flatten
-from dcp_plugin.core.planning.save import encode_state
+from dcp_plugin.core.format.keys import encode_state, flatten
 from dcp_plugin.core.storage.stock.stock_save import ShardedSavePlanner
 from tests.compare import same_tree
 from tests.conformance.interchange import STATES as CONTAINERS

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_plugin.core.format.keys import flatten
+from dcp_plugin.core.format.keys import encode_state, flatten
 from dcp_plugin.core.planning.global_plan import GlobalPlan, make_global_plan
 from dcp_plugin.core.planning.local_inventory import Holdings, LocalInventory
-from dcp_plugin.core.planning.save import encode_state
 from dcp_plugin.core.types import Standing
 from dcp_plugin.errors import CheckpointMismatch
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 import dcp_plugin as dcp
+from dcp_plugin.core.format.keys import encode_state
 from dcp_plugin.core.format.metadata import stock_path
 from dcp_plugin.core.format.stock_objects import metadata_of
 from dcp_plugin.core.planning.local_inventory import LocalInventory
-from dcp_plugin.core.planning.save import PlanExchange, encode_state
+from dcp_plugin.core.planning.save import PlanExchange
 from dcp_plugin.core.ranks.collectives import Ranks
 from dcp_plugin.core.tensors._torch import sharded_value
 from tests.compare import same_bytes
@@ -149,11 +151,11 @@ class _Counted(Ranks):
         return super().combine(step, work, combine)
 
 
-def test_a_rank_sends_96_bytes_at_most_for_the_plan_of_a_repeated_save() -> None:
+def test_a_rank_sends_96_bytes_at_most_for_the_plan_of_a_repeated_save(tmp_path: Path) -> None:
     state = encode_state({f"layer{number}": torch.zeros(4, 4) for number in range(300)})
     exchange, ranks, inventory = PlanExchange(), _Counted(), LocalInventory.of_state(state, {})
     for _ in range(2):
-        answer = ranks.combine("plan", lambda: exchange.claim(inventory, doubtful=bytes(range(16))), exchange.answer)
-        exchange.plan("plan", ranks, inventory, answer)
+        claim = partial(exchange.claim, tmp_path, ranks, state, inventory, doubtful=bytes(range(16)))
+        exchange.plan("plan", ranks, inventory, ranks.combine("plan", claim, exchange.answer))
     assert exchange.repeated
     assert ranks.sent[-1] <= 96

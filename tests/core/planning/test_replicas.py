@@ -8,10 +8,11 @@ import math
 import pytest
 import torch
 
+from dcp_plugin.core.format.keys import encode_state
 from dcp_plugin.core.planning.global_plan import Share, make_global_plan
 from dcp_plugin.core.planning.local_inventory import Holdings, LocalInventory
 from dcp_plugin.core.planning.replicas import Drift, LocalReplicas
-from dcp_plugin.core.planning.save import differ, encode_state
+from dcp_plugin.core.planning.save import replicas_differ
 from dcp_plugin.core.types import Flat
 
 State = dict[str, torch.Tensor]
@@ -29,7 +30,7 @@ def _replicas(states: list[State]) -> list[tuple[LocalReplicas, Flat]]:
 
 
 def _differ(states: list[State], path: str = "run/step-1") -> bool:
-    return differ([replicas.sum(flat, path) for replicas, flat in _replicas(states)])
+    return replicas_differ([replicas.sum(flat, path) for replicas, flat in _replicas(states)])
 
 
 def _state(*names: str) -> State:

@@ -20,8 +20,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import dcp_plugin as dcp
+from dcp_plugin.core.format.keys import encode_state
 from dcp_plugin.core.paths import Where, as_path
-from dcp_plugin.core.planning.save import encode_state
 from dcp_plugin.core.staging import guard
 from dcp_plugin.core.staging.snapshot import HostPool, Snapshot
 from dcp_plugin.core.tensors._torch import sharded_value

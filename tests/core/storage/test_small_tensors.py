@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from torch import nn
 
 import dcp_plugin as dcp
+from dcp_plugin.core.format.keys import encode_state
 from dcp_plugin.core.planning.local_inventory import LocalInventory, ties_of
-from dcp_plugin.core.planning.save import PlanExchange, encode_state, items_to_write
+from dcp_plugin.core.planning.save import PlanExchange, items_to_write
 from dcp_plugin.core.ranks.collectives import Ranks
 from dcp_plugin.core.state.named_objects import adapters_of, gather_state
 from dcp_plugin.core.tensors.kinds import is_dense_memory
@@ -28,8 +30,8 @@ def _before_the_first_write(state: dict[str, Any]) -> list[Any]:
     flat = encode_state(leaves)
     inventory = LocalInventory.of_state(flat, paths)
     exchange, ranks = PlanExchange(), Ranks()
-    answer = ranks.combine("plan", lambda: exchange.claim(inventory), exchange.answer)
-    return items_to_write(exchange.plan("plan", ranks, inventory, answer), flat)
+    claim = partial(exchange.claim, Path("step-1"), ranks, flat, inventory)
+    return items_to_write(exchange.plan("plan", ranks, inventory, ranks.combine("plan", claim, exchange.answer)), flat)
 
 
 def _calls(count: int) -> int:

@@ -7,6 +7,7 @@ safetensors               8 bytes of length and a JSON header; a directory with 
 ``torch.save``            a zip with a ``data.pkl``; also ``pytorch_model.bin``, alone or as an index of shards
 Lightning's ``.ckpt``     a ``torch.save`` file with ``pytorch-lightning_version``
 Accelerate's folder       ``pytorch_model_fsdp_0/``, ``pytorch_model_fsdp.bin``, or ``model.safetensors``
+rank files                ``model_world_size_2_rank_0.pt``, …; ``pytorch_model_fsdp_0_rank0.bin``, …
 Lightning's directory     ``.metadata``, and a ``meta.pt`` with ``pytorch-lightning_version``
 ========================  ==========================================================================================
 
@@ -110,7 +111,12 @@ class Contents:
             index.validate(label, shares_bytes=self.shares_bytes)
         except CheckpointCorrupt as error:
             raise CheckpointCorrupt(f"{error}. Is a file missing?" if self.parts else str(error)) from error
-        index.strides = {key: view.strides for key, view in self.views.items() if view.strides is not None}
+        index.strides = {
+            key: {(view.file, view.start): view.strides} for key, view in self.views.items() if view.strides is not None
+        }
+        for key, parts in self.parts.items():
+            if any(part.strides is not None for part in parts):
+                index.strides[key] = {(p.file, p.start): p.strides or _row_major(p.shape) for p in parts}
         index.values_here = self.values
         return index
 
@@ -155,6 +161,11 @@ class Contents:
 
 
 _FILE, _START, _DTYPE, _SHAPE, _STRIDES = map(attrgetter, ("file", "start", "dtype", "shape", "strides"))
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides in elements of a tensor whose rows follow each other."""
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _joined(parts: list[View]) -> View:

@@ -12,7 +12,14 @@ import json
 import re
 from collections.abc import Iterable
 
-from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, CheckpointUnreadable
+from dcp_plugin.core.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    CheckpointUnreadable,
+    UnsafeCheckpoint,
+)
 from dcp_plugin.core.format import METADATA, Files, derived_index, exists, read, stock_metadata
 from dcp_plugin.core.format.foreign import Contents, safetensors, torch_file
 from dcp_plugin.core.format.index import CheckpointIndex
@@ -21,6 +28,7 @@ from dcp_plugin.core.format.torch_archive import MAGIC
 _LOOKED_FOR = (
     "Looked for a directory with .metadata (dcp_plugin, torch.distributed.checkpoint), *.safetensors.index.json, "
     "*.bin.index.json, model.safetensors, pytorch_model.bin, pytorch_model_fsdp.bin, pytorch_model_fsdp_0/.metadata, "
+    "model_world_size_*_rank_*.pt, pytorch_model_fsdp_*_rank*.bin, "
     "shard-*-model-*.safetensors, or one file that is a safetensors or torch.save file; or such a file itself"
 )
 
@@ -57,7 +65,15 @@ def read_file(files: Files, name: str) -> Contents:
     if kind == "safetensors" and (rank := safetensors.rank_of(files, name)) is not None:
         reason = f"it has what rank {rank} had of each tensor. Name the directory, {files.where}"
         raise not_found(f"{files.where}/{name}", reason)
-    return _READ[kind](files, name)
+    try:
+        return _READ[kind](files, name)
+    except (CheckpointMismatch, UnsafeCheckpoint) as error:
+        if rank_file := torch_file.RANK_FILE.fullmatch(name):
+            reason = (
+                f"it has the shards of rank {rank_file[3] or rank_file[6]} alone. Name the directory, {files.where}"
+            )
+            raise not_found(f"{files.where}/{name}", reason) from error
+        raise
 
 
 def kind_of_file(files: Files, name: str) -> str:
@@ -100,6 +116,10 @@ def read_directory(files: Files, reason: str) -> Contents:
         contents = _read_shards(files, indexes[0])
     elif models := _models_in(names):
         contents = _read_models(files, models)
+    elif any(map(torch_file.RANK_FILE.fullmatch, names)):
+        from dcp_plugin.core.format.foreign import rank_files  # few checkpoints have them
+
+        contents = rank_files.read_files(files, names)
     else:
         kinds = {name: kind for name in names[:_MOST_LISTED] if (kind := kind_of_file(files, name)) in _READ}
         wanted = "safetensors" if "safetensors" in kinds.values() else "torch.save"

@@ -10,6 +10,8 @@ are the model.
 
 from __future__ import annotations
 
+import re
+import zlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +23,7 @@ import torch
 from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint, damage_in
 from dcp_plugin.core.format import Files, values
 from dcp_plugin.core.format.foreign import Contents, View
-from dcp_plugin.core.format.pickles.unpickler import FILE, StandIn, load
+from dcp_plugin.core.format.pickles.unpickler import FILE, StandIn, Use, load
 from dcp_plugin.core.format.pickles.walk import Refused
 from dcp_plugin.core.format.torch_archive import PICKLE, Archive
 from dcp_plugin.core.tensors._torch import record_offset
@@ -29,6 +31,11 @@ from dcp_plugin.core.tensors._torch import record_offset
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict", "module", "model_state", "net", "network", "weights")
 LIGHTNING = "pytorch-lightning_version"
 """Key that all of Lightning's checkpoints have."""
+RANK_FILE = re.compile(
+    r"(model|optim|extra_state)_world_size_([1-9]\d{0,5})_rank_(0|[1-9]\d{0,5})\.pt|"
+    r"(pytorch_model_fsdp|optimizer)(?:_(\d{1,6}))?_rank(0|[1-9]\d{0,5})\.bin"
+)
+"""Names of files with the shards of one rank (:mod:`~dcp_plugin.core.format.foreign.rank_files`)."""
 _EXTRA_STATE = "_extra_state"
 _DEPTH = 3
 
@@ -36,7 +43,7 @@ Tree = Mapping[Any, Any]
 
 
 @dataclass(frozen=True)
-class _File:
+class OpenFile:
     """Open ``torch.save`` file whose zip was checked."""
 
     name: str
@@ -50,12 +57,22 @@ class _File:
         """Sizes of the records in bytes, by the position at which each begins."""
         return dict(self.archive.records.values())
 
+    def checksum_of(self, tensor: torch.Tensor) -> int:
+        """Return the CRC32 of the record that a tensor is in. It is computed if the writer left it out of the zip."""
+        begin, checksums = record_offset(tensor) or 0, self.archive.checksums
+        if not checksums[begin]:  # noted for the next tensor in the record: many may share a large one
+            name = next(name for name, (at, _) in self.archive.records.items() if at == begin)
+            checksums[begin] = zlib.crc32(self.archive.read(name)) or 1
+        return checksums[begin]
+
 
 @dataclass(frozen=True)
 class RefusedValue:
     """Entry of an index for a value with stand-ins in it. ``of`` is the name of the refused global."""
 
-    of: str
+    of: str = ""
+    reason: str = ""
+    """Reason in words, where no code is at stake."""
 
 
 def refused_in(value: Any) -> str:
@@ -95,8 +112,8 @@ def read_file(files: Files, name: str) -> Contents:
         CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint: The zip contradicts itself, cannot be read, or its
             weights need code execution.
     """
-    with _opened(files, name) as file:
-        tree, refusal = _structure(file)
+    with opened(files, name) as file:
+        tree, refusal = structure(file)
         if not isinstance(tree, Mapping):
             if refusal is not None:
                 raise refusal
@@ -109,8 +126,8 @@ def read_file(files: Files, name: str) -> Contents:
         written_by = "lightning" if LIGHTNING in tree else "torch.save"
         contents = Contents(written_by, {name: file.size}, shares_bytes=True)
         leaves = [(f"{module}.{key}", leaf) for module, state in named.items() for key, leaf in state.items()]
-        other_leaves = _other_leaves(tree, {id(state) for state in named.values()})
-        leaves += [(key, leaf) for key, leaf in other_leaves if key.partition(".")[0] not in named]
+        others = other_leaves(tree, {id(state) for state in named.values()})
+        leaves += [(key, leaf) for key, leaf in others if key.partition(".")[0] not in named]
         contents.kinds = {**dict.fromkeys(named, "module"), **dict.fromkeys(optimizers, "optimizer")}
         for optimizer in optimizers.values():
             for path, leaf in optimizer.items():
@@ -119,7 +136,7 @@ def read_file(files: Files, name: str) -> Contents:
                 leaves.append((key, leaf))
         for key, leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                contents.views[key] = _view(file, key, leaf)
+                contents.views[key] = view_of(file, key, leaf)
             elif key.endswith(_EXTRA_STATE) or isinstance(leaf, StandIn) or values.is_plain(leaf):
                 refused = refused_in(leaf)
                 contents.values[key] = RefusedValue(refused) if refused else leaf
@@ -131,8 +148,8 @@ def read_file(files: Files, name: str) -> Contents:
 
 def _optimizers(node: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[str, dict[tuple[str | int, ...], Any]]]:
     """Yield the name of each optimizer, and its leaves by their paths."""
-    if path and _is_optimizer(node):
-        leaves = dict(_leaves_of_optimizer(node, path))
+    if path and is_optimizer(node):
+        leaves = dict(leaves_of_optimizer(node, path))
         plain = (_is_plain(x) if isinstance(x, torch.Tensor) else values.is_plain(x) for x in leaves.values())
         if len(node) == 2 and all(plain):
             yield ".".join(path), leaves
@@ -142,7 +159,7 @@ def _optimizers(node: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[str, d
             yield from _optimizers(value, (*path, key))
 
 
-def _leaves_of_optimizer(node: Tree, path: tuple[str, ...]) -> Iterator[tuple[Any, Any]]:
+def leaves_of_optimizer(node: Tree, path: tuple[str, ...]) -> Iterator[tuple[Any, Any]]:
     state, groups = node["state"], node["param_groups"]
     for number, slots in state.items() if isinstance(state, Mapping) else ():
         for slot, leaf in slots.items() if isinstance(slots, Mapping) else ():
@@ -152,7 +169,9 @@ def _leaves_of_optimizer(node: Tree, path: tuple[str, ...]) -> Iterator[tuple[An
             yield (*path, "param_groups", number, str(field)), leaf
 
 
-def _modules(file: _File, tree: Tree, refusal: UnsafeCheckpoint | None, may_be_none: bool = False) -> dict[str, Tree]:
+def _modules(
+    file: OpenFile, tree: Tree, refusal: UnsafeCheckpoint | None, may_be_none: bool = False
+) -> dict[str, Tree]:
     if LIGHTNING in tree and isinstance(tree.get("state_dict"), Mapping):
         return {"model": tree["state_dict"]}
     state_dicts = modules_in(tree)
@@ -190,7 +209,7 @@ def _is_certain(tree: Tree, model: Tree | None) -> bool:
 
 
 def _state_dicts(path: tuple[str, ...], node: Tree, depth: int) -> Iterator[tuple[tuple[str, ...], Tree]]:
-    if not all(isinstance(key, str) for key in node) or _is_optimizer(node):
+    if not all(isinstance(key, str) for key in node) or is_optimizer(node):
         return
     leaves = {key: value for key, value in node.items() if not key.endswith(_EXTRA_STATE)}
     if leaves and all(isinstance(value, torch.Tensor) for value in leaves.values()):
@@ -201,24 +220,24 @@ def _state_dicts(path: tuple[str, ...], node: Tree, depth: int) -> Iterator[tupl
             yield from _state_dicts((*path, key), value, depth - 1)
 
 
-def _is_optimizer(node: Tree) -> bool:
+def is_optimizer(node: Tree) -> bool:
     return "param_groups" in node and "state" in node
 
 
-def _other_leaves(node: Tree, taken: set[int], prefix: str = "", depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
+def other_leaves(node: Tree, taken: set[int], prefix: str = "", depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
     """Yield the tensors and plain values outside the state dicts."""
-    if id(node) in taken or _is_optimizer(node) or not depth:
+    if id(node) in taken or is_optimizer(node) or not depth:
         return
     for key, value in node.items():
         if not isinstance(key, str):
             continue
         if isinstance(value, Mapping):
-            yield from _other_leaves(value, taken, f"{prefix}{key}.", depth - 1)
+            yield from other_leaves(value, taken, f"{prefix}{key}.", depth - 1)
         elif isinstance(value, (torch.Tensor, StandIn)) or values.is_plain(value):
             yield prefix + key, value
 
 
-def _replace_by_loaded(contents: Contents, file: _File) -> None:
+def _replace_by_loaded(contents: Contents, file: OpenFile) -> None:
     """Replace the tensors of extra states, which are on the meta device, by loaded tensors.
 
     Torch makes them, with their classes, layouts and shared memory. No other payload is read.
@@ -227,13 +246,13 @@ def _replace_by_loaded(contents: Contents, file: _File) -> None:
     tensors = [leaf for leaf in leaves_of(contents.values) if isinstance(leaf, torch.Tensor)]
     needs_all = any(isinstance(tensor, _NotOnMeta) for tensor in tensors)
     wanted = None if needs_all else {record_offset(tensor) or 0 for tensor in tensors}
-    for module, state in _modules(file, *_structure(file, wanted), may_be_none=True).items():
+    for module, state in _modules(file, *structure(file, wanted), may_be_none=True).items():
         for key, leaf in state.items():
             if not isinstance(contents.values.get(f"{module}.{key}", RefusedValue("")), RefusedValue):
                 contents.values[f"{module}.{key}"] = leaf
 
 
-def _view(file: _File, key: str, tensor: torch.Tensor) -> View:
+def view_of(file: OpenFile, key: str, tensor: torch.Tensor) -> View:
     if not _is_plain(tensor):
         raise CheckpointMismatch(
             f"{file.label}: {key} is not a plain tensor (a {type(tensor).__name__}). Load the file with torch.load, "
@@ -259,10 +278,12 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return plain and not (tensor.is_conj() or tensor.is_neg())
 
 
-def _structure(file: _File, wanted: Collection[int] | None = ()) -> tuple[Any, UnsafeCheckpoint | None]:
+def structure(
+    file: OpenFile, wanted: Collection[int] | None = (), use: Use | None = None
+) -> tuple[Any, UnsafeCheckpoint | None]:
     """Return the content of a file, by default without payloads, and the error to raise if a stand-in is needed."""
     try:
-        tree, names = load(file.archive, FILE if wanted is None or wanted else _ON_META, wanted)
+        tree, names = load(file.archive, use or (FILE if wanted is None or wanted else ON_META), wanted)
         return tree, _refusal(file, names[0]) if names else None
     except Refused as error:
         raise _refusal(file, error) from None
@@ -272,7 +293,7 @@ def _structure(file: _File, wanted: Collection[int] | None = ()) -> tuple[Any, U
         raise CheckpointCorrupt(f"{file.label} is damaged: {type(error).__name__}: {error}") from error
 
 
-def _refusal(file: _File, name: object) -> UnsafeCheckpoint:
+def _refusal(file: OpenFile, name: object) -> UnsafeCheckpoint:
     return UnsafeCheckpoint(
         f"{file.label} can only be loaded by executing code that it names ({name}); nothing was executed. If you "
         f"trust its origin, write the weights to a separate file once: held = torch.load({file.name!r}, "
@@ -290,7 +311,7 @@ def _not_on_meta(kind: str) -> torch.Tensor:
 
 
 _REBUILD = "torch._utils._rebuild_"
-_ON_META = replace(
+ON_META = replace(
     FILE,
     globals={
         **FILE.globals,
@@ -308,12 +329,12 @@ def pickle_of(files: Files, name: str) -> bytes:
         CheckpointCorrupt: The zip's directory contradicts itself or the file.
         CheckpointMismatch: The zip is of another kind, or was written on a machine of the other byte order.
     """
-    with _opened(files, name) as file, damage_in(file.label):
+    with opened(files, name) as file, damage_in(file.label):
         return file.archive.read(PICKLE).tobytes()
 
 
 @contextmanager
-def _opened(files: Files, name: str) -> Iterator[_File]:
+def opened(files: Files, name: str) -> Iterator[OpenFile]:
     """Open a file after the checks of :func:`pickle_of`."""
     path = f"{files.where}/{name}"
     with ExitStack() as stack:
@@ -328,4 +349,4 @@ def _opened(files: Files, name: str) -> Iterator[_File]:
             raise CheckpointMismatch(
                 f"{path} was written in another byte order. Load it where it was written, and save it again."
             )
-        yield _File(name, size, path, archive)
+        yield OpenFile(name, size, path, archive)

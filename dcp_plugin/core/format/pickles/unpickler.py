@@ -164,6 +164,9 @@ class Unpickler(Walk):
             raise ValueError(f"its pickle has {name.of} as a value")
         return _rebuild().factory(name.of) if name.value is None else name.value
 
+    def called_object(self, target: Any) -> Any:
+        return target if isinstance(target, StandIn) else super().called_object(target)
+
     def called(self, name: Name, args: Any, is_new: bool) -> Any:
         require_kinds(name.of, args, _ARGUMENTS.get(name.of))
         self.spend(args)

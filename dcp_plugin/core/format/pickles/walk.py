@@ -144,9 +144,7 @@ class Walk:
             self.put(frame.target, made[1::2], made[2::2])
             return frame.target
         if type(node[0]) is not Name:
-            if len(made) != 1:
-                raise ValueError("its pickle calls an object that is not a global")
-            return self.persistent_load(made[0])
+            return self.persistent_load(made[0]) if len(made) == 1 else self.called_object(made[0])
         name, args, is_new, *items = made
         state = (items.pop(),) if len(items) % 2 else ()
         target = self.called(name, args, is_new) if frame.target is None else frame.target
@@ -193,6 +191,10 @@ class Walk:
     def persistent_load(self, identifier: Any) -> Any:
         """Return a storage."""
         raise ValueError(f"its pickle has the storage {identifier!r:.99}")
+
+    def called_object(self, target: Any) -> Any:
+        """Return the result of a call of an object that is no global, such as a class within another class."""
+        raise ValueError("its pickle calls an object that is not a global")
 
     def called(self, name: Name, args: Any, is_new: bool) -> Any:
         """Return the object that a call makes, before it is filled; None if it needs its state first."""

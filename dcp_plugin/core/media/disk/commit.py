@@ -188,7 +188,9 @@ def publish(reservation: Reservation[Path]) -> None:
         held.naming = False  # the name is free or unchanged, and the old checkpoint can get it back
         if os.path.lexists(final) == replaces:
             raise
-        publish(reservation)  # another process has published or deleted there since the look
+        # Another process has published or deleted there since the look. No limit as in _ATTEMPTS: each turn needs a
+        # further process that finishes a save or a deletion, and a save that gave up would be lost.
+        publish(reservation)
         return
     except BaseException:  # Ctrl-C, or the name is not durable: the next sweep reads the record
         _let_go(reservation.token)
@@ -525,9 +527,9 @@ def _keep_other_files(workspace: posix.OwnFolder, old: str, new: posix.Folder) -
     with folder:
         if not layout.has_traces(new.names()):
             raise OSError(errno.ENOENT, "it is no checkpoint any more", str(new.path))
-        attached, moved = _attached(folder), False
+        extra_files, moved = _extra_files(folder), False
         for name in folder.names():
-            foreign = name not in attached and not layout.is_own(name)
+            foreign = name not in extra_files and not layout.is_own(name)
             if foreign and not new.has(name):
                 folder.give(name, name, to=new)
                 moved = True
@@ -535,7 +537,7 @@ def _keep_other_files(workspace: posix.OwnFolder, old: str, new: posix.Folder) -
             new.sync()
 
 
-def _attached(checkpoint: posix.Folder) -> list[str]:
+def _extra_files(checkpoint: posix.Folder) -> list[str]:
     """Return the names of the extra files in the summary."""
     try:
         return [str(name) for name in layout.json_object(_contents(checkpoint, layout.SUMMARY))["attached"]]

@@ -120,8 +120,12 @@ class LocalDisk:
         with os.scandir(root) as entries:
             listed = [
                 Listed(
-                    *(root / entry.name, entry.is_dir(follow_symlinks=False), entry.is_file(follow_symlinks=False)),
-                    *(partial(_status, entry), entry.inode(), partial(_in_flight, root / entry.name)),
+                    root / entry.name,
+                    entry.is_dir(follow_symlinks=False),
+                    entry.is_file(follow_symlinks=False),
+                    status=partial(_status, entry),
+                    number=entry.inode(),
+                    in_flight=partial(_in_flight, root / entry.name),
                 )
                 for entry in entries
             ]

@@ -482,16 +482,16 @@ def remove(path: ObjectPath) -> None:
 
 def _names_of_others(client: Client, path: ObjectPath, names: Mapping[str, ObjectInfo]) -> list[str]:
     """Return the objects and folders directly below a checkpoint that are no part of it."""
-    attached: list[Any] = []
+    extra_files: list[Any] = []
     entries = {name.partition("/")[0] for name in names}
     if SUMMARY in names:
-        attached = _list_in(json_in(client, names[SUMMARY]) or {}, "attached")
+        extra_files = _list_in(json_in(client, names[SUMMARY]) or {}, "attached")
     elif not token_at(client, path):
         others = {name for name in entries if not is_of_other_tool(name)}
         if NUMBERED.fullmatch(path.name):  # it is rotated as a whole, but for a checkpoint in it
             others = {name for name in others if is_workspace(name) or f"{name}/{METADATA}" in names}
         return sorted(others) if others != entries else []  # no checkpoint at all: the caller wants all to go
-    return sorted(name for name in entries if not is_own(name) and name not in attached)
+    return sorted(name for name in entries if not is_own(name) and name not in extra_files)
 
 
 def _list_in(noted: Mapping[str, Any], name: str) -> list[Any]:

@@ -30,12 +30,11 @@ from dcp_plugin.core.format.index import StoredTensor
 from dcp_plugin.core.format.keys import flatten, is_empty_mapping, require_names, step_of, walked_as_stored
 from dcp_plugin.core.format.stock_objects import metadata_of
 from dcp_plugin.core.paths import as_path, is_path
-from dcp_plugin.core.planning.reads import StoredLayout, misfit_of, overlaps_of
-from dcp_plugin.core.planning.save import part_of
+from dcp_plugin.core.planning.reads import StoredLayout, misfit_of, overlaps_of, scale_of
 from dcp_plugin.core.records import BoxRead, ReadPlan
 from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.tensors._torch import is_tensor, sharded_value, with_memory
-from dcp_plugin.core.tensors.kinds import is_stored_whole, require_memory
+from dcp_plugin.core.tensors.kinds import is_stored_whole, part_of, require_memory
 from dcp_plugin.core.types import ShardedValue, public_class
 
 
@@ -223,7 +222,7 @@ class ShardedLoadPlanner(LoadPlanner):
         self.misfits = [
             reason
             for key, layout in self._stored.items()
-            if (reason := misfit_of(key, self._targets[key], layout, key, self._keys))
+            if (reason := misfit_of(key, self._targets[key], layout, scale_of(key, self._keys)))
         ]
         if self._strict:
             self.misfits += [f"{key} is not in the checkpoint{nearest(key, self._keys)}" for key in self.missing]

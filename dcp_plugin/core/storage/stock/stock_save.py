@@ -38,19 +38,18 @@ from dcp_plugin.core.errors import CheckpointError, CheckpointMismatch, SaveFail
 from dcp_plugin.core.format import stock_objects
 from dcp_plugin.core.format.derived_index import index_of
 from dcp_plugin.core.format.index import NO_TENSOR, KeyPath, Location
-from dcp_plugin.core.format.keys import flatten, is_empty_mapping, walked_by_stock
+from dcp_plugin.core.format.keys import encode_state, flatten, is_empty_mapping, walked_by_stock
 from dcp_plugin.core.format.metadata import Aliases, Views
 from dcp_plugin.core.format.values import WholeItem
 from dcp_plugin.core.media import locate, medium_of, uncommitted_reason
 from dcp_plugin.core.paths import StorageOptions, Where, as_path, is_path
 from dcp_plugin.core.planning.global_plan import Share, make_global_plan
 from dcp_plugin.core.planning.local_inventory import VALUE, LocalInventory, OfKey, ties_of
-from dcp_plugin.core.planning.save import encode_state, part_of
 from dcp_plugin.core.records import NewItem
 from dcp_plugin.core.storage.part_writer import Facts, PartWriter, Publication
 from dcp_plugin.core.storage.reuse import Reuse
 from dcp_plugin.core.tensors._torch_sharded import settled
-from dcp_plugin.core.tensors.kinds import is_stored_whole, require_memory
+from dcp_plugin.core.tensors.kinds import is_stored_whole, part_of, require_memory
 from dcp_plugin.core.types import EncodedValue, ShardedValue, public_class
 
 
@@ -360,7 +359,7 @@ class ShardedWriter(StorageWriter):
         index = index_of(entries, self._publication.file_sizes(), paths)
         if paths is None:
             index.planner_data = (metadata.planner_data,)
-        self._publication.publish(index, replace(self._facts, world_size=len(results)))
+        self._publication.compose_and_commit(index, replace(self._facts, world_size=len(results)))
         metadata.storage_data = {item: stock_objects.storage_info(location) for item, location in places.items()}
         metadata.storage_meta = self.storage_meta()
 
