@@ -44,6 +44,8 @@ HELPERS = {
     "state/names.py",
     "storage/reuse.py",
 }
+HELPER_CLASS = "BlockFile"
+"""A helper as well: a new file in ``media/disk/local_disk.py``, which reports its progress to the stage that writes."""
 SHOWN = {"loading", "media", "storage"}
 """Rooms whose calls from file to file are shown."""
 RECORDS = {
@@ -102,7 +104,7 @@ def traced() -> Iterator[dict[str, list[Call]]]:
         if event == "return" and (ended := running.pop(id(frame), None)) is not None:
             ended.returns = _records_in([result])
         code = frame.f_code
-        if event != "call" or not (file := _file_of(code)):
+        if event != "call" or not (file := _file_of(code)) or code.co_qualname.startswith(f"{HELPER_CLASS}."):
             return
         caller: FrameType | None = frame
         while caller is not None and id(caller) not in running:

@@ -42,9 +42,16 @@ from dcp_plugin.core.runs.foreign import ACCELERATE
 from dcp_plugin.core.sources import SourceFiles, source_of
 from dcp_plugin.core.state.random_streams import capture, restore
 from dcp_plugin.core.types import public_class
-from dcp_plugin.integration import BaseAttachment, FrameworkCheckpointer, that_waits
-from dcp_plugin.integration.extra_files import local_copy, names_in
-from dcp_plugin.integration.stored import EXTRA, keys_by_name, names_for
+from dcp_plugin.integration import (
+    EXTRA,
+    BaseAttachment,
+    FrameworkCheckpointer,
+    keys_by_name,
+    local_copy,
+    names_for,
+    names_in,
+    that_waits,
+)
 from dcp_plugin.start import Start, StartOptions
 
 _ATTRIBUTE = "dcp_plugin_attachment"

@@ -40,17 +40,18 @@ from dcp_plugin.core.paths import Where
 from dcp_plugin.core.ranks.collectives import Ranks, by_text, name_of
 from dcp_plugin.core.state import CleanNames, NamesOnly, contains_fsdp1, groups_of, loose_module
 from dcp_plugin.core.tensors._torch import DTensor
-from dcp_plugin.integration.rank_streams import SavedStreams, of_rank
-from dcp_plugin.integration.stored import (
+from dcp_plugin.integration import (
     EXTRA,
     MODEL,
     OPTIM,
     RNG,
     Callbacks,
     RandomStreams,
+    SavedStreams,
     holds_sharded,
     names_for,
     numbered,
+    of_rank,
 )
 
 

@@ -32,8 +32,7 @@ from dcp_plugin.core.runs.damage import note_chosen
 from dcp_plugin.core.runs.foreign import RANDOM_STATES
 from dcp_plugin.core.sources import Source
 from dcp_plugin.core.types import CheckpointState
-from dcp_plugin.integration import extra_files
-from dcp_plugin.integration.extra_files import local_copy
+from dcp_plugin.integration import extra_files, local_copy
 
 _STOCK_MODEL, _STOCK_OPTIMIZER = "model", "optimizer"
 _MODEL_DIRECTORY, _OPTIMIZER_DIRECTORY = "pytorch_model_fsdp_{}", "optimizer_{}"

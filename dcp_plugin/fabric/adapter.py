@@ -26,9 +26,8 @@ from dcp_plugin.core.runs.foreign import OTHERS
 from dcp_plugin.core.types import public_class
 from dcp_plugin.fabric._fabric import plugin_of, unwrapped
 from dcp_plugin.fabric.state import FabricStrategy, Filter, kind_of, load, named_state, names_of
-from dcp_plugin.integration import BaseAttachment
+from dcp_plugin.integration import BaseAttachment, is_regular_file
 from dcp_plugin.integration import lightning_packages as packages
-from dcp_plugin.integration.extra_files import is_regular_file
 from dcp_plugin.integration.lightning_packages import SUPPORTED, override
 from dcp_plugin.start import Start, StartOptions, modules_of
 

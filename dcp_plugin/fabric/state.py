@@ -57,24 +57,27 @@ from dcp_plugin.core.state import (
     trained_module,
 )
 from dcp_plugin.core.tensors._torch import DTensor, ShardedTensor, is_tensor
-from dcp_plugin.integration import Saver
-from dcp_plugin.integration.extra_files import META, is_of_stock_lightning, load_torch_file
-from dcp_plugin.integration.lightning_packages import StrategyAdapter, data_rank, made_by
-from dcp_plugin.integration.rank_streams import SavedStreams, of_rank
-from dcp_plugin.integration.stored import (
+from dcp_plugin.integration import (
     EXTRA,
+    META,
     MODEL,
     OPTIM,
     RNG,
     Callbacks,
     RandomStreams,
+    SavedStreams,
+    Saver,
     among,
+    is_of_stock_lightning,
     keys_by_name,
+    load_torch_file,
     names_for,
     numbered,
+    of_rank,
     optimizer_from_stored,
     plain,
 )
+from dcp_plugin.integration.lightning_packages import StrategyAdapter, data_rank, made_by
 from dcp_plugin.tools.contents import info_of
 
 NAMES, _STREAMS = "fabric_names", f"{EXTRA}.{RNG}"

@@ -2,7 +2,8 @@
 
 The rule: any framework can load a checkpoint of any other. All of them store state under the same names and in the same
 form (:mod:`~dcp_plugin.integration.stored`), including each rank's random streams and the positions of samplers.
-:class:`Saver` is the base of all classes that save and load for an object of a framework.
+:class:`Saver` is the base of all classes that save and load for an object of a framework. The names of ``stored.py``,
+``extra_files.py`` and ``rank_streams.py`` that these packages use are names of this module as well.
 """
 
 from __future__ import annotations
@@ -14,6 +15,88 @@ from typing import Self
 from dcp_plugin.checkpointer import Checkpointer, Internals
 from dcp_plugin.core.config import CheckpointConfig
 from dcp_plugin.core.paths import PathLike, Where, as_path
+from dcp_plugin.integration.extra_files import (
+    META,
+    has_file,
+    is_of_stock_lightning,
+    is_quarantined,
+    is_regular_file,
+    is_taken,
+    kind_of,
+    load_torch_file,
+    local_copy,
+    names_in,
+    paths_in,
+    read_file,
+    read_summary,
+    saved_at,
+    summary_if_readable,
+)
+from dcp_plugin.integration.rank_streams import SavedStreams, of_rank
+from dcp_plugin.integration.stored import (
+    EXTRA,
+    MODEL,
+    OPTIM,
+    RNG,
+    Callbacks,
+    RandomStreams,
+    among,
+    encode,
+    entries_of,
+    holds_sharded,
+    inspect_files,
+    is_storable,
+    keys_by_name,
+    like,
+    names_for,
+    numbered,
+    optimizer_from_stored,
+    plain,
+    refuse_unstorable,
+)
+
+__all__ = [
+    "EXTRA",
+    "META",
+    "MODEL",
+    "OPTIM",
+    "RNG",
+    "BaseAttachment",
+    "Callbacks",
+    "FrameworkCheckpointer",
+    "RandomStreams",
+    "SavedStreams",
+    "Saver",
+    "among",
+    "encode",
+    "entries_of",
+    "has_file",
+    "holds_sharded",
+    "inspect_files",
+    "is_of_stock_lightning",
+    "is_quarantined",
+    "is_regular_file",
+    "is_storable",
+    "is_taken",
+    "keys_by_name",
+    "kind_of",
+    "like",
+    "load_torch_file",
+    "local_copy",
+    "names_for",
+    "names_in",
+    "numbered",
+    "of_rank",
+    "optimizer_from_stored",
+    "paths_in",
+    "plain",
+    "read_file",
+    "read_summary",
+    "refuse_unstorable",
+    "saved_at",
+    "summary_if_readable",
+    "that_waits",
+]
 
 
 def that_waits(config: CheckpointConfig, integration: str) -> CheckpointConfig:

@@ -42,9 +42,7 @@ from dcp_plugin.core.runs import deletion
 from dcp_plugin.core.saving.queue import RunningSave
 from dcp_plugin.core.sources import SourceFiles, source_of
 from dcp_plugin.core.types import public_class
-from dcp_plugin.integration import Saver, lightning_packages, that_waits
-from dcp_plugin.integration.extra_files import is_regular_file, summary_if_readable
-from dcp_plugin.integration.stored import MODEL
+from dcp_plugin.integration import MODEL, Saver, is_regular_file, lightning_packages, summary_if_readable, that_waits
 from dcp_plugin.lightning import layout
 from dcp_plugin.lightning.layout import Checkpoint, ForStock
 from dcp_plugin.lightning.live_load import open_directories, read_full

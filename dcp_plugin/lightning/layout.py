@@ -77,10 +77,9 @@ from dcp_plugin.core.state import (
     without_wrappers,
 )
 from dcp_plugin.core.tensors._torch import DTensor, is_tensor, sharded_value
-from dcp_plugin.integration.extra_files import META, load_torch_file
-from dcp_plugin.integration.lightning_packages import has_base
-from dcp_plugin.integration.stored import (
+from dcp_plugin.integration import (
     EXTRA,
+    META,
     MODEL,
     OPTIM,
     RNG,
@@ -90,10 +89,12 @@ from dcp_plugin.integration.stored import (
     holds_sharded,
     is_storable,
     like,
+    load_torch_file,
     numbered,
     optimizer_from_stored,
     plain,
 )
+from dcp_plugin.integration.lightning_packages import has_base
 from dcp_plugin.lightning import _lightning
 
 ForStock = tuple[dict[str, tuple[str, tuple[Any, ...]]], Callable[[Path], None]]

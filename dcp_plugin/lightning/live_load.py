@@ -54,9 +54,20 @@ from dcp_plugin.core.state import (
     without_wrappers,
 )
 from dcp_plugin.core.tensors._torch import DTensor, ShardedTensor, is_tensor
-from dcp_plugin.integration.extra_files import META, is_of_stock_lightning, is_regular_file, kind_of, load_torch_file
+from dcp_plugin.integration import (
+    EXTRA,
+    META,
+    MODEL,
+    OPTIM,
+    among,
+    is_of_stock_lightning,
+    is_regular_file,
+    keys_by_name,
+    kind_of,
+    load_torch_file,
+    optimizer_from_stored,
+)
 from dcp_plugin.integration.lightning_packages import PACKAGES, Package, package_of
-from dcp_plugin.integration.stored import EXTRA, MODEL, OPTIM, among, keys_by_name, optimizer_from_stored
 from dcp_plugin.lightning import _lightning, layout
 from dcp_plugin.lightning.layout import (
     FULL,

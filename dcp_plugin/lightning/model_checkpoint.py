@@ -40,7 +40,7 @@ from dcp_plugin.core.runs import catalog, deletion
 from dcp_plugin.core.runs.damage import note_chosen
 from dcp_plugin.core.sources import source_of
 from dcp_plugin.core.types import CheckpointState
-from dcp_plugin.integration.extra_files import is_regular_file, is_taken, kind_of, paths_in, read_summary, saved_at
+from dcp_plugin.integration import is_regular_file, is_taken, kind_of, paths_in, read_summary, saved_at
 from dcp_plugin.integration.lightning_packages import has_base, home_of
 from dcp_plugin.lightning import _lightning
 from dcp_plugin.lightning.io import DCPCheckpointIO

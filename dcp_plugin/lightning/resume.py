@@ -29,10 +29,8 @@ from lightning_utilities.core.overrides import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from dcp_plugin.core.state import without_sampler
-from dcp_plugin.integration import rank_streams
+from dcp_plugin.integration import EXTRA, RNG, SavedStreams, rank_streams, refuse_unstorable
 from dcp_plugin.integration.lightning_packages import data_rank, inside_distributed_sampler, made_by, package_behind
-from dcp_plugin.integration.rank_streams import SavedStreams
-from dcp_plugin.integration.stored import EXTRA, RNG, refuse_unstorable
 from dcp_plugin.lightning import _lightning, layout
 from dcp_plugin.lightning._lightning import Moment
 from dcp_plugin.lightning.layout import DATALOADERS, MADE_BY, MADE_IN, PLATEAU, Checkpoint

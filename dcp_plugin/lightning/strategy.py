@@ -30,8 +30,8 @@ from dcp_plugin.core.state import (
     unwrapped_optimizer,
     with_numbers,
 )
+from dcp_plugin.integration import is_regular_file
 from dcp_plugin.integration import lightning_packages as packages
-from dcp_plugin.integration.extra_files import is_regular_file
 from dcp_plugin.integration.lightning_packages import SUPPORTED, StrategyAdapter, override
 from dcp_plugin.lightning import _lightning, layout, live_load, resume
 from dcp_plugin.lightning.io import DCPCheckpointIO

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -65,13 +65,15 @@ def build(
     """
     with ExitStack() as contexts:
         contexts.enter_context(torch.device("meta"))
-        contexts.enter_context(transformers_init.meta_device_safe_creation_ops())
+        # transformers before 5.9 builds models on the meta device without it
+        contexts.enter_context(getattr(transformers_init, "meta_device_safe_creation_ops", nullcontext)())
         if not tied:
             contexts.enter_context(transformers_init.no_tie_weights())
         if is_auto(model_class):
             model = model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **kwargs)
         else:  # no public constructor takes the dtype
             model = model_class._from_config(config, dtype=dtype, **kwargs)
+    model.config.dtype = dtype  # transformers 5.3 sets it in its own from_pretrained
     # The plan has patterns of the names of parameters that must stay float32.
     for names, own_dtype in model._get_dtype_plan(dtype).items():
         pattern = re.compile(names.replace("*", ".*"))

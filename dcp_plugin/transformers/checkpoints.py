@@ -48,9 +48,21 @@ from dcp_plugin.core.runs.scan import state_of
 from dcp_plugin.core.sources import SourceFiles
 from dcp_plugin.core.state import contains_fsdp1, unwrapped_optimizer
 from dcp_plugin.core.types import CheckpointState
-from dcp_plugin.integration.extra_files import has_file, is_quarantined, kind_of, read_file
-from dcp_plugin.integration.rank_streams import SavedStreams, of_rank
-from dcp_plugin.integration.stored import EXTRA, MODEL, OPTIM, RNG, Callbacks, inspect_files, plain
+from dcp_plugin.integration import (
+    EXTRA,
+    MODEL,
+    OPTIM,
+    RNG,
+    Callbacks,
+    SavedStreams,
+    has_file,
+    inspect_files,
+    is_quarantined,
+    kind_of,
+    of_rank,
+    plain,
+    read_file,
+)
 from dcp_plugin.transformers._transformers import adapters_of, is_adapted, unwrapped
 
 _OF_THE_WORK = re.compile("^checkpoint/|_runtime$|_per_second$|_flos$")

@@ -37,10 +37,7 @@ from dcp_plugin.core.paths import PathLike, as_local, resolved
 from dcp_plugin.core.runs.scan import state_of
 from dcp_plugin.core.saving.queue import RunningSave
 from dcp_plugin.core.types import public_class
-from dcp_plugin.integration import BaseAttachment, that_waits
-from dcp_plugin.integration.extra_files import local_copy
-from dcp_plugin.integration.rank_streams import SavedStreams
-from dcp_plugin.integration.stored import EXTRA, MODEL, OPTIM
+from dcp_plugin.integration import EXTRA, MODEL, OPTIM, BaseAttachment, SavedStreams, local_copy, that_waits
 from dcp_plugin.transformers import checkpoints
 from dcp_plugin.transformers._transformers import (
     StockTrainer,

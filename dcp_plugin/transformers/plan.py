@@ -30,7 +30,7 @@ from dcp_plugin.core.partial import PartialLoad
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, on_file_system
 from dcp_plugin.core.records import LoadReport
 from dcp_plugin.core.sources import SourceFiles
-from dcp_plugin.integration.extra_files import kind_of, local_copy
+from dcp_plugin.integration import kind_of, local_copy
 from dcp_plugin.integration.weights import ModelPrefix, StoredWeights, open_weights
 from dcp_plugin.transformers import _models
 

@@ -1,5 +1,18 @@
 """Tests of the Accelerate integration. Accelerate itself is imported by the ranks only, and by their server."""
 
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import pytest
+from torch.torch_version import TorchVersion
+
+ACCELERATE = TorchVersion(version("accelerate"))
+
+resumes_fsdp2_alone = pytest.mark.skipif(
+    ACCELERATE < (1, 13), reason="Accelerate before 1.13 saves an optimizer of FSDP2 and does not load it"
+)
+
 WORLD_SIZE = {
     "single": 1,
     "ddp": 2,

@@ -17,6 +17,7 @@ import dcp_plugin as dcp
 from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.paths import Where
 from tests import programs
+from tests.accelerate import resumes_fsdp2_alone
 from tests.compare import assert_same, full_state
 from tests.launch import on_ranks
 from tests.messages import warned
@@ -68,7 +69,7 @@ def test_a_pickled_accelerator_is_one_that_is_not_attached() -> None:
         assert torch.equal(torch.cat(list(copy._dataloaders[0])), torch.cat(list(loader)))
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp2", marks=resumes_fsdp2_alone)])
 @on_ranks(2)
 def test_hooks_see_what_they_see_natively_and_what_they_write_is_published(
     place: Where, tmp_path: Path, layout: str

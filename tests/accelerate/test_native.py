@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import dcp_plugin as dcp
 from dcp_plugin.core.paths import Where
 from tests import launch, programs
-from tests.accelerate import WORLD_SIZE
+from tests.accelerate import WORLD_SIZE, resumes_fsdp2_alone
 from tests.compare import assert_same, weights_of
 from tests.launch import on_ranks
 from tests.places import copy_folder
@@ -66,6 +66,7 @@ class Counter:
         self.value = state["value"]
 
 
+@resumes_fsdp2_alone
 @pytest.mark.one_of("layout")
 @pytest.mark.parametrize("layout", ["fsdp2", "hsdp"])
 def test_stock_accelerate_resumes_what_we_saved_and_merges_it(tmp_path: Path, layout: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.launch import on_ranks
-from tests.lightning import LIGHTNING
+from tests.lightning import LIGHTNING, TRUSTED
 
 
 @on_ranks(1)
@@ -58,6 +58,7 @@ def test_names_in_lightnings_own_checkpoints() -> None:
         assert next(iter(inspect.signature(saving._load_from_checkpoint).parameters)) == "cls"
         assert "checkpoint = pl_load(checkpoint_path, map_location=map_location" in entered
         assert inspect.unwrap(saving.pl_load) is package.fabric("utilities.cloud_io")._load
+        assert package.load_options(False) == TRUSTED, "Strategy.load_checkpoint"
         if LIGHTNING >= (2, 6, 6):  # an earlier Lightning has no such list
             assert f"{package.name}.cli.instantiate_module" in saving._ALLOWED_INSTANTIATORS
 

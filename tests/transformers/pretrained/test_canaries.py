@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from importlib.metadata import version
+
+from torch.torch_version import TorchVersion
 
 from tests.launch import on_ranks
+
+TRANSFORMERS = TorchVersion(version("transformers"))
 
 
 @on_ranks(1)
@@ -16,18 +21,21 @@ def test_names_that_loading_uses() -> None:
     from dcp_plugin.transformers import _models as ours
     from tests.transformers.pretrained import models as m
 
-    assert callable(init.no_tie_weights) and callable(init.meta_device_safe_creation_ops)
+    assert callable(init.no_tie_weights)
+    assert TRANSFORMERS < (5, 9) or callable(init.meta_device_safe_creation_ops)
     assert list(inspect.signature(PreTrainedModel._from_config).parameters) == ["config", "kwargs"]
-    assert list(inspect.signature(PreTrainedModel.prepare_distribute_model).parameters) == [
-        "distributed_config",
-        "device_map",
-    ]
+    if TRANSFORMERS >= (5, 23):  # an earlier one shards nothing at the load
+        assert list(inspect.signature(PreTrainedModel.prepare_distribute_model).parameters) == [
+            "distributed_config",
+            "device_map",
+        ]
     net = ours.build(m.AutoModelForCausalLM, m.config("llama-tied"), torch.bfloat16, True, False, {})
     assert net.all_tied_weights_keys == {"lm_head.weight": "model.embed_tokens.weight"}
     assert net.lm_head.weight is net.model.embed_tokens.weight and net.lm_head.weight.is_meta
     apart = ours.build(m.AutoModelForCausalLM, m.config("llama-tied"), torch.bfloat16, False, False, {})
     assert apart.lm_head.weight is not apart.model.embed_tokens.weight
-    assert net._keys_to_ignore_on_load_missing == net._keys_to_ignore_on_load_unexpected == set()
+    no_keys = set() if TRANSFORMERS >= (5, 9) else None
+    assert net._keys_to_ignore_on_load_missing == net._keys_to_ignore_on_load_unexpected == no_keys
     assert net._get_dtype_plan(torch.bfloat16) == {}
 
 

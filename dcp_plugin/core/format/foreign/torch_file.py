@@ -62,7 +62,7 @@ class OpenFile:
         begin, checksums = record_offset(tensor) or 0, self.archive.checksums
         if not checksums[begin]:  # noted for the next tensor in the record: many may share a large one
             name = next(name for name, (at, _) in self.archive.records.items() if at == begin)
-            checksums[begin] = zlib.crc32(self.archive.read(name)) or 1
+            checksums[begin] = zlib.crc32(self.archive.read(name).data) or 1
         return checksums[begin]
 
 
