@@ -203,9 +203,10 @@ class Checkpointer:
         ``Stateful``, in its shape. Plain values are replaced in their mapping. Values that only the checkpoint has are
         added to it. An empty mapping or None receives all entries that are stored under its name.
 
-        A mapping or list does not read tensors that only the checkpoint has. A ``Stateful`` gets them if no rank's
-        target has them, and its ``load_state_dict`` judges them. With ``strict=False`` or ``unexpected="ignore"``, a
-        ``Stateful`` does not read them either. A warning names the tensors that are not read.
+        A mapping or list does not read tensors that only the checkpoint has. A ``Stateful`` gets those that are in no
+        rank's target. Its ``load_state_dict`` accepts or refuses them. With ``strict=False`` or
+        ``unexpected="ignore"``, a ``Stateful`` does not read them either. A warning names the tensors that are not
+        read.
         :func:`~dcp_plugin.resume_or_init` gives every object the state of its save, whatever tensors it has now.
 
         All checks that are possible in advance run before the first byte is overwritten. A later failure, such as a bad
@@ -264,7 +265,7 @@ class Checkpointer:
             with collector_paused(), quarantine_damaged(ranks, location, mode is LoadMode.RESTORE), opening as files:
                 loading = Loading(ranks, self.config, location, partial, strict, files, mode)
                 report = loading.run(state)
-            self._saving.loaded(state, report, loading.opened, ranks)
+            self._saving.note_loaded(state, report, loading.open(), ranks)
             return report
 
     def _open_in_source(self, path: Where, ranks: Ranks) -> AbstractContextManager[SourceFiles | None]:
@@ -410,8 +411,9 @@ class Internals:
         """Load a checkpoint of the same run. Collective.
 
         Mappings, lists and ``Stateful`` objects get the tensors that they had at the save, of any shape, including
-        tensors that they do not have now. A warning names the tensors that the target has and the checkpoint lacks. A
-        rank gets no tensor that another rank's target has as a shard, or in a module or optimizer.
+        tensors that they do not have now. A warning names the tensors that the target has and the checkpoint lacks.
+        A tensor that another rank's target has, as a shard or in a module or optimizer, belongs to that rank: no other
+        rank gets it.
 
         Arguments and errors are those of :meth:`Checkpointer.load`. ``files`` are the files of :meth:`shown` if this
         rank restores alone.

@@ -50,7 +50,7 @@ SHOWN = {"loading", "media", "storage"}
 """Rooms whose calls from file to file are shown."""
 RECORDS = {
     "SaveRequest", "LiveState", "GatheredState", "StagedState", "SavePlan", "WrittenPart",
-    "OpenCheckpoint", "_Begun", "Match", "ReadPlan", "_Fitted", "LoadReport",
+    "OpenCheckpoint", "OpenedLoad", "Match", "ReadPlan", "FittedLoad", "LoadReport",
 }  # fmt: skip
 EVENTS = str(PACKAGE / "core" / "events.py")
 THREAD = "dcp-save"

@@ -116,7 +116,7 @@ CELLS = (
     Cell("lazy call, 5 097 keys", "async_save", "", f"{OURS}, lazy", "blocked", at_most=0.001),
     Cell("blocking staging ÷ memcpy", "async_save", "", column="blocked", peers="stock", ceiling="memcpy",
          of_ceiling=1.05),
-    Cell("async save, until durable", "async_save", column="complete"),
+    Cell("async save of 256 MiB, until durable", "async_save", column="complete"),
     Cell("plan and commit, 1 024 ranks x 300 tensors", "plan", r"fsdp.*1024 ranks.* 300 t", column="plan + commit, s"),
     Cell("plan and commit, 16 384 x 1 000", "plan", r"fsdp.*16384 ranks.* 1000 t", column="plan + commit, s",
          peers="", at_most=10),
@@ -144,7 +144,7 @@ CELLS = (
     Cell("compare two checkpoints", "comparing", ceiling="raw"),
     Cell("safetensors file, warm", "foreign", "safetensors, .*warm"),
 )  # fmt: skip
-README = {"save, disk, 2 ranks", "load, warm", "load, cold", "async save, until durable",
+README = {"save, disk, 2 ranks", "load, warm", "load, cold", "async save of 256 MiB, until durable",
           "plan and commit, 1 024 ranks x 300 tensors"}  # fmt: skip
 """The cells that ``README.md`` shows."""
 

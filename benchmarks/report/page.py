@@ -155,7 +155,7 @@ def _readme_part(results: Results) -> str:
     ratios = {one.cell.name: one.ratio for one in found if one.ratio is not None}
     slower = sorted((ratio, name) for name, ratio in ratios.items() if ratio < 1)
     worst = ", ".join(f"{name} ({ratio:.2f})" for ratio, name in slower[:3])
-    beaten = f"in {len(slower)} of {len(ratios)} cells, most in (their time ÷ ours)"
+    beaten = f"in {len(slower)} of {len(ratios)} cells; the worst of them (their time ÷ ours)"
     line = re.sub(r"(?<=\d) (?=\d{3})", "\u00a0", f"*Slower* than the best of the others {beaten}: {worst}.")
     said = [*(part.replace("\u00a0", " ") for part in textwrap.wrap(line, 118)), ""] if slower else []
     lines = ["", *_markdown(head, rows).splitlines(), "", *said]

@@ -17,13 +17,15 @@ A load, in order; :mod:`dcp_plugin.core.loading.load` has the stages:
 =======  =============================  =========================================================
 stage    takes                          returns
 =======  =============================  =========================================================
-open     a path                         :class:`OpenCheckpoint`: the index, and files for reading
-match    :class:`OpenCheckpoint`        :class:`Match`: the key in the checkpoint of each target
-plan     :class:`Match`                 :class:`ReadPlan`: the values and boxes that this rank reads
-values   :class:`ReadPlan`              checked values, before any tensor is overwritten
-tensors  :class:`ReadPlan`              filled targets
-apply    :class:`Match`                 :class:`LoadReport`
+open     a path and a state             :class:`OpenedLoad`: the objects to load into, of all ranks
+match    :class:`OpenedLoad`            :class:`Match`: the key in the checkpoint of each target
+plan     :class:`Match`                 :class:`FittedLoad`: the values and boxes that this rank reads
+values   :class:`FittedLoad`            :class:`FittedLoad` with checked values; no tensor is overwritten
+tensors  :class:`FittedLoad`            filled targets
+apply    :class:`FittedLoad`            :class:`Match` with the final :class:`LoadReport`
 =======  =============================  =========================================================
+
+Opening also opens an :class:`OpenCheckpoint`: the index, and files for reading. A :class:`ReadPlan` has the reads.
 
 Tensors and values inside these records are :class:`~dcp_plugin.core.types.ShardedValue` and
 :class:`~dcp_plugin.core.types.EncodedValue`. Sizes are in bytes, durations in seconds, shapes and offsets in elements.
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 
     from dcp_plugin.core.format.metadata import Aliases, Views
     from dcp_plugin.core.format.values import WholeItem
+    from dcp_plugin.core.partial import PartialLoad
     from dcp_plugin.core.planning.global_plan import GlobalPlan, Share
     from dcp_plugin.core.planning.local_inventory import LocalInventory
     from dcp_plugin.core.planning.replicas import LocalReplicas
@@ -280,24 +283,38 @@ class OpenCheckpoint:
 
 
 @dataclass(frozen=True)
+class OpenedLoad:
+    """A load whose checkpoint all ranks have opened: the objects to load into, and the agreed settings."""
+
+    adapters: Sequence[Any]
+    """Objects of this rank: :class:`~dcp_plugin.core.state.adapters.StateAdapter`."""
+    selection: PartialLoad | None
+    """The partial load, with the position of its submodule in the state; None for a load of everything."""
+    least_hosts: int | None
+    """Number of hosts that must want the same bytes before ranks share the reading; None if ranks share none."""
+    objects: Mapping[str, str]
+    """Name -> kind of the modules and optimizers of all ranks."""
+
+
+@dataclass(frozen=True)
 class Match:
     """The targets of a load, and the key in the checkpoint of each. Keys of targets begin with the name of their
-    object."""
+    object. :class:`~dcp_plugin.core.loading.matching.Matching` makes it after all keys are judged."""
 
-    wanted: dict[str, Wanted]
+    wanted: Mapping[str, Wanted]
     """Name of an object -> the tensors and values that it loads, reduced to the selected targets."""
-    targets: dict[str, ShardedValue | None]
+    targets: Mapping[str, ShardedValue | None]
     """Tensors to fill; None for other values."""
-    deferred: dict[str, Any]
+    deferred: Mapping[str, Any]
     """Tensors that are read when their submodule is loaded: :class:`~dcp_plugin.core.state.module_load.Deferred`."""
-    stored: dict[str, str]
+    stored: Mapping[str, str]
     """Target -> its key in the checkpoint."""
     report: LoadReport
     """Keys that will be missing, left out and so on. Nothing is loaded yet."""
-    problems: list[str] = field(default_factory=list)
+    problems: Sequence[str]
     """Reasons why the load is impossible; empty if it is possible."""
-    warnings: list[str] = field(default_factory=list)
-    scales: dict[str, bool] = field(default_factory=dict)
+    warnings: Sequence[str]
+    scales: Mapping[str, bool] = field(default_factory=dict)
     """Key in the checkpoint of a quantized tensor -> True if its scale is applied; False if it is loaded as it is
     stored."""
 
@@ -335,6 +352,17 @@ class ReadPlan:
     """Small stored chunks that are read without conversion: complete, into plain memory of their dtype and size."""
     values: Mapping[str, str] = field(default_factory=dict)
     """Target of a value that is no tensor -> its key in the checkpoint."""
+
+
+@dataclass(frozen=True)
+class FittedLoad:
+    """A load that fits the state, and its reads. The plan stays here also if ranks read for each other."""
+
+    opened: OpenedLoad
+    match: Match
+    plan: ReadPlan
+    targets: Mapping[str, Any]
+    """Targets by key. A value is None until it is read; a tensor is filled in place."""
 
 
 @public_class()

@@ -118,45 +118,60 @@ Flat = dict[str, "ShardedValue | EncodedValue"]
 
 @dataclass
 class Wanted:
-    """Tensors and values of a checkpoint that one object of the state loads. Keys are relative to the object's name."""
+    """Tensors and values of a checkpoint that one object of the state loads. Keys are relative to the object's name.
 
+    The first fields are targets, and the facts that a load needs about them. The others are differences between the
+    keys of the object and those of the checkpoint. An object only reports them:
+    :class:`~dcp_plugin.core.loading.differences.Differences` decides which of them are errors.
+    """
+
+    # Targets.
     targets: dict[str, Any] = field(default_factory=dict)
     """Tensors to fill; :class:`~dcp_plugin.core.state.module_load.Deferred` for tensors that get memory later; None for
     other values, which the loaded values replace."""
-    missing: list[str] = field(default_factory=list)
-    """Keys that only the object has. For an optimizer, these include parameters unfrozen since the save."""
-    unexpected: list[str] = field(default_factory=list)
-    """Keys that only the checkpoint has. For an optimizer, these include parameters frozen since the save."""
-    unmatched: list[str] = field(default_factory=list)
-    """All keys of a module if the checkpoint has none of them."""
-    lacking: dict[str, Any] = field(default_factory=dict)
-    """Tensors of data or of a Stateful that the checkpoint does not have."""
-    extra: dict[str, Any] = field(default_factory=dict)
-    """Entries that only the checkpoint has, as targets that get memory later. ``load_state_dict`` or hooks of the
-    object may take them."""
-    in_room: set[str] = field(default_factory=set)
-    """Keys of ``extra`` that replace an empty mapping, None or another leaf of the object."""
-    resized: dict[str, Any] = field(default_factory=dict)
-    """The object's tensors whose shape differs from the checkpoint's. ``targets`` has the checkpoint's shape."""
-    undecided: list[str] = field(default_factory=list)
-    """Missing keys of a module whose load hooks decide if they are an error."""
     stored_as: dict[str, str] = field(default_factory=dict)
     """Targets of an optimizer -> their key in the checkpoint, if it differs. That key names a rank if each rank stored
     its own state. It has a number in place of the parameter's name if the optimizer was saved by numbers."""
-    lost: list[str] = field(default_factory=list)
-    """Keys of per-rank state that the checkpoint has, but not for this rank's part of the parameter."""
-    for_other_ranks: list[str] = field(default_factory=list)
-    """Keys of per-rank state for parameters of which this rank has no part."""
-    empty: bool = False
-    """True if the checkpoint has no keys because the object had none. The object is then loaded from an empty state."""
+    resized: dict[str, Any] = field(default_factory=dict)
+    """The object's tensors whose shape differs from the checkpoint's. ``targets`` has the checkpoint's shape."""
+    unfillable: dict[str, str] = field(default_factory=dict)
+    """Targets that a load cannot fill -> the reason: a tensor that must exist in the object first, or one of two names
+    of the same memory that have different values in the checkpoint."""
     received: set[str] = field(default_factory=set)
     """Keys that the object gets although it has nothing there: nothing, None or an empty container."""
-    refused: dict[str, str] = field(default_factory=dict)
-    """Targets that must exist in the object before a load can fill them -> the reason."""
-    unfit: str = ""
+    kept_frozen: dict[str, Any] = field(default_factory=dict)
+    """Frozen parameters that the checkpoint leaves out, and that keep their values. They are no longer missing."""
+    saved_empty: bool = False
+    """True if the checkpoint has no keys because the object had none. The object is then loaded from an empty state."""
+
+    # Keys that only the object has, in order of their consequence.
+    missing: list[str] = field(default_factory=list)
+    """Keys that only the object has, apart from those in the other fields of this group. For an optimizer, these
+    include parameters unfrozen since the save."""
+    missing_tensors: dict[str, Any] = field(default_factory=dict)
+    """Tensors of data or of a Stateful that only the object has. Missing if the target determines the loaded keys. In a
+    restore they are only reported."""
+    left_to_hooks: list[str] = field(default_factory=list)
+    """Keys that only a module has, and whose load hooks decide if they are missing."""
+    lost_per_rank: list[str] = field(default_factory=list)
+    """Keys of per-rank state that the checkpoint has, but not for this rank's part of the parameter. Always missing."""
+    per_rank_of_others: list[str] = field(default_factory=list)
+    """Keys of per-rank state for parameters of which this rank has no part. Never missing."""
+    prefix_candidates: list[str] = field(default_factory=list)
+    """All keys of a module if the checkpoint has none of them. They may be stored below a prefix. They are also in
+    ``missing`` or ``left_to_hooks``."""
+
+    # Keys that only the checkpoint has.
+    unexpected: list[str] = field(default_factory=list)
+    """Keys that the object cannot take. For an optimizer, these include parameters frozen since the save."""
+    extra_targets: dict[str, Any] = field(default_factory=dict)
+    """Entries that the object may take, as targets that get memory later: by ``load_state_dict`` or by hooks."""
+    extra_in_gaps: set[str] = field(default_factory=set)
+    """Keys of ``extra_targets`` that replace an empty mapping, None or another leaf of the object."""
+
+    # Reasons that hold for all differences of an optimizer.
+    unusable: str = ""
     """The reason why an optimizer cannot use the stored state at all; empty if it can."""
-    kept: dict[str, Any] = field(default_factory=dict)
-    """Frozen parameters that the checkpoint leaves out, and that keep their values."""
     tolerated: str = ""
     """The meaning of missing and unexpected keys, for a warning, if they are no error."""
 

@@ -323,7 +323,7 @@ class Contents:
             wanted: Names in ``extra`` that may have dots.
         """
         with ShardedReader(path, files=files) as reader:
-            info, kinds = info_of(reader.opened), reader.summary.kinds if reader.summary else {}
+            info, kinds = info_of(reader.open()), reader.summary.kinds if reader.summary else {}
         keys = keys_by_name(info)
         with_tensors = {tensor.key.partition(".")[0] for tensor in info.tensors}
         ranks: dict[str, set[int]] = {}

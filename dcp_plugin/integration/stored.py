@@ -95,7 +95,7 @@ def optimizer_from_stored(stored: Any) -> Any:
 def inspect_files(path: PathLike, files: SourceFiles | None) -> CheckpointInfo:
     """Return the result of :func:`dcp_plugin.inspect` for a checkpoint at its path, or for its files in a source."""
     with CheckpointReader(path, files=files) as reader:
-        return info_of(reader.opened)
+        return info_of(reader.open())
 
 
 def _fields_of(value: Any) -> dict[str, Any]:

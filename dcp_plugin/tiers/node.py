@@ -141,9 +141,9 @@ class Node:
             checkpoints = self.local_checkpoints(job).all() if local else []
             # A new keeper, or the successor of a dead one, links from the newest complete save in the local tier.
             if complete := [checkpoint for checkpoint in checkpoints if checkpoint.record.complete]:
-                reuse.loaded(complete[-1].folder)
+                reuse.note_loaded(complete[-1].folder)
         if not local and job.loaded is not None:
-            reuse.loaded(as_path(job.loaded, job.options))
+            reuse.note_loaded(as_path(job.loaded, job.options))
         return reuse
 
     @staticmethod

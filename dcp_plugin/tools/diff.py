@@ -202,7 +202,7 @@ def diff(
     """
     options: dict[str, Any] = {"io_threads": io_threads, "storage_options": storage_options}
     with CheckpointReader(a, **options) as first, CheckpointReader(b, **options) as second:
-        for absent in filter(None, (first.opened.absent, second.opened.absent)):
+        for absent in filter(None, (first.open().absent, second.open().absent)):
             warn(f"{absent}. They are not compared.")
         common, removed, added = _selected(first, second, include, exclude, rename or {})
         first.index.require_bounded([*common.values(), *removed])

@@ -164,8 +164,8 @@ def export(
             output = group.agree("lay out the files", lay_out)
             files = _written(output, target, group, progress)
             written = output.selected.names
-            if reader.opened.absent:
-                output.notes.append(f"{reader.opened.absent}. The output does not have them.")
+            if reader.open().absent:
+                output.notes.append(f"{reader.open().absent}. The output does not have them.")
             if format == "safetensors":
                 front = next((key.removesuffix(name) for key, name in written.items() if key.endswith(name)), "")
                 output.notes.append(f"Keys have their names in the checkpoint{front and f' without {front!r}'}.")

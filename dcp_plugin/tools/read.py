@@ -57,6 +57,6 @@ def read(
     with CheckpointReader(path, check_files=False, **options) as reader:  # other keys may be damaged
         reader.salvages = True
         wanted = select(reader.index, include, exclude, reader.path)
-        if reader.opened.absent:
-            warn(f"{reader.opened.absent}. They are not read.")
+        if reader.open().absent:
+            warn(f"{reader.open().absent}. They are not read.")
         return read_keys(reader, wanted, torch.device(device), allow_pickle, progress)

@@ -104,7 +104,7 @@ def renamed(keys: Iterable[str], rename: Mapping[str, str], path: object) -> dic
 def is_opaque(reader: CheckpointReader, key: str) -> bool:
     """Return whether a key is a tensor of a custom class, which ``torch.save`` has written as one object."""
     entry = reader.index[key]
-    return isinstance(entry, StoredTensor) and entry.stored_whole and reader.opened.format == "dcp_plugin"
+    return isinstance(entry, StoredTensor) and entry.stored_whole and reader.open().format == "dcp_plugin"
 
 
 def nbytes_of(reader: CheckpointReader, key: str) -> int:

@@ -124,7 +124,7 @@ def _verify_checkpoint(path: Where, io_threads: int, progress: Progress | None) 
     for _ in range(MOST_LOOKS):
         with CheckpointReader(path, io_threads=io_threads) as reader:
             report = _verified(reader, io_threads, progress)
-            if not report.errors or not reader.opened.files.moved():
+            if not report.errors or not reader.open().files.moved():
                 return report
     raise CheckpointNotFound(f"{path} was replaced each of {MOST_LOOKS} times that it was verified.")
 
@@ -139,11 +139,11 @@ def _verified(reader: CheckpointReader, io_threads: int, progress: Progress | No
         if any(place.hashes is None for place in places):
             unverified.append(key)
     with suppress(OSError):  # pinned files outlive a deletion of the checkpoint
-        reader.opened.files.pin(reader.index.files)
+        reader.open().files.pin(reader.index.files)
     count = Counter(sum(reader.index.files.values()), progress)
-    errors = verify_files(reader.opened, io_threads, count.add)
+    errors = verify_files(reader.open(), io_threads, count.add)
     unverified += sizes_only(reader.index.extra_files)
-    summary = reader.opened.summary
+    summary = reader.open().summary
     differing = {} if summary is None else summary.differing
-    absent = [reader.opened.absent] if reader.opened.absent else []
+    absent = [reader.open().absent] if reader.open().absent else []
     return VerifyReport(reader.path, len(lengths), sum(lengths.values()), errors, unverified, differing, absent)

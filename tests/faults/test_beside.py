@@ -126,7 +126,7 @@ def test_a_checkpoint_that_is_deleted_after_it_was_opened_is_not_found(tmp_path:
         assert len(reader.index) == 4
         deletion.remove(tmp_path / "ck")
         with pytest.raises(dcp.CheckpointNotFound, match="deleted or replaced"):
-            check_files(reader.opened)
+            check_files(reader.open())
 
 
 def test_ranks_of_a_stock_load_that_opened_different_saves_are_refused(tmp_path: Path) -> None:

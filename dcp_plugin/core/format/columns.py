@@ -44,6 +44,9 @@ KeyPath = tuple[Any, ...]
 for a tuple index, or ``("k", key)`` for a mapping key that is not text. A key of any type in a mapping class other than
 ``dict`` is ``(name, key)``, with the class's name in :data:`MAPPING_CLASSES`."""
 
+ITEM_COLUMNS = ("file", "place", "frame", "hash")
+"""Columns of :class:`Places`. Each is also a column of the index, under the same name."""
+
 
 @dataclass(frozen=True)
 class Location:
@@ -247,7 +250,7 @@ class Places:
             # ``first_file`` has one number more than parts: the count of all files.
             np.concatenate([part.file + first for part, first in zip(parts, first_file, strict=False)]),
             # The other columns of the class. Their rows have no numbers of files, which a part counts from 0.
-            **{name: np.concatenate([getattr(part, name) for part in parts]) for name in ("place", "frame", "hash")},
+            **{name: np.concatenate([getattr(part, name) for part in parts]) for name in ITEM_COLUMNS[1:]},
             linkable={name for part in parts for name in part.linkable},
         )
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint, some
 from dcp_plugin.core.format.columns import (
+    ITEM_COLUMNS,
     MAPPING_CLASSES,
     NO_TENSOR,
     ROWS_IN_CACHE,
@@ -254,10 +255,8 @@ class CheckpointIndex(Mapping[str, Entry]):
             **table.columns,
             "keys": np.frombuffer(b"".join(keys), np.uint8),
             "key_ends": np.cumsum(np.fromiter(map(len, keys), np.int64, len(keys))),
+            **{name: getattr(places, name) for name in ITEM_COLUMNS},
             "file": renumbered[places.file],
-            "place": places.place,
-            "frame": places.frame,
-            "hash": places.hash,
         }
         index = cls(table, columns, files)
         index.linkable = places.linkable
@@ -266,7 +265,7 @@ class CheckpointIndex(Mapping[str, Entry]):
     @functools.cached_property
     def places(self) -> Places:
         """Places of the items."""
-        items = {name: self.columns[name] for name in ("file", "place", "frame", "hash")}
+        items = {name: self.columns[name] for name in ITEM_COLUMNS}
         return Places(self.file_names, linkable=self.linkable, **items)
 
     def require_bounded(self, keys: Iterable[str] | None = None) -> None:

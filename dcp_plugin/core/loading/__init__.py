@@ -4,8 +4,8 @@ Input: a state, a path and the rules of a partial load. Output: the filled objec
 :class:`~dcp_plugin.core.records.LoadReport`. The rule: all checks run on all ranks before the first byte of a target is
 overwritten, and a single error names all misfits.
 
-This module has the vocabulary that the modules of this folder share: :class:`KeyMap` and :class:`Loaded`. Above it are
-:mod:`origins` and :mod:`renames`, then :mod:`matching`, :mod:`differences` and :mod:`load`, in this order.
+This module has the vocabulary that the modules of this folder share: :class:`KeyMap` and :class:`LoadedPart`. Above it
+are :mod:`origins` and :mod:`renames`, then :mod:`matching`, :mod:`differences` and :mod:`load`, in this order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dcp_plugin.core.paths import Where
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedPart:
     """Part of a checkpoint that this process has loaded, for :mod:`~dcp_plugin.core.loading.origins`."""
 
     keys: set[str] = field(default_factory=set)
@@ -31,12 +31,12 @@ class Loaded:
     """The modules that the loads have filled, with their submodules."""
 
 
-loaded: dict[tuple[Where, str], Loaded] = {}
+loaded_parts: dict[tuple[Where, str], LoadedPart] = {}
 """The checkpoints that this process has loaded last, by path and fingerprint, the oldest first. The fingerprint is
 empty if computing it takes reads."""
 
-MOST_LOADED = 16
-"""Number of checkpoints in :data:`loaded`: an evaluation may load thousands, each with many keys."""
+MOST_REMEMBERED = 16
+"""Number of checkpoints in :data:`loaded_parts`: an evaluation may load thousands, each with many keys."""
 
 
 class KeyMap:
@@ -83,8 +83,8 @@ class KeyMap:
         )
 
     def own_path(self, key: str) -> KeyPath | None:
-        """Return the path of a key whose path does not follow from the stored path. None for data, which knows its own
-        paths."""
+        """Return the path of a key in the object, without the stored path. None for data: an object of data knows the
+        paths of its keys."""
         if not key or self.is_data:
             return None if key else ()
         return default_path(key)

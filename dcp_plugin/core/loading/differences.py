@@ -26,8 +26,8 @@ from dcp_plugin.core.loading.suggestions import (
     about_unexpected,
     about_unwrapped,
     about_wrapper,
+    explained_by,
     fitting_renames,
-    taken_by,
 )
 from dcp_plugin.core.partial import PartialLoad, Policy
 from dcp_plugin.core.state.across_ranks import Answer, Union
@@ -43,11 +43,11 @@ class Differences:
     """Differences between the keys of a state and those of a checkpoint.
 
     Args:
-        matching: The match of this rank. :meth:`judge` adds targets, problems and warnings to it.
+        matching: The unfinished match of this rank. :meth:`judge` adds targets, problems and warnings to it.
     """
 
     def __init__(self, matching: Matching) -> None:
-        self._matching, self._match = matching, matching.match
+        self._matching = matching
         self._path, self._index = matching.path, matching.index
         self._given = matching.partial
         self._partial = matching.partial or PartialLoad()
@@ -65,17 +65,17 @@ class Differences:
         """Return the selected keys that the checkpoint has under the names of objects that do not have them."""
         keys: list[str] = []
         for name, key_map in self._matching.key_maps.items():
-            want = self._match.wanted[name]
-            only_stored = (key for key in (*want.unexpected, *want.extra) if self._matching.selects(name, key))
+            want = self._matching.wanted[name]
+            only_stored = (key for key in (*want.unexpected, *want.extra_targets) if self._matching.selects(name, key))
             keys += map(key_map.stored, only_stored)
         return keys
 
     def answer(self, asked: list[str]) -> Answer:
         """Return which of the keys this rank takes."""
-        stored = self._match.stored
+        stored = self._matching.stored
         taken, owned = set(stored.values()), set[str]()
         for adapter in self._matching.adapters:
-            targets = self._match.wanted[adapter.name].targets
+            targets = self._matching.wanted[adapter.name].targets
             has_own = adapter.kind in ("module", "optimizer")
             owned.update(
                 stored[join(adapter.name, key)]
@@ -99,26 +99,26 @@ class Differences:
         for adapter in self._matching.adapters:
             if adapter.name in self._matching.key_maps:
                 key_map = self._matching.key_maps[adapter.name]
-                self._note_differences(adapter, key_map, self._match.wanted[adapter.name])
+                self._note_differences(adapter, key_map, self._matching.wanted[adapter.name])
         if self._given is not None:
             self._judge_patterns()
         self._matching.judge_dtypes()
         self._judge_keys()
-        if self._match.problems:
-            self._match.problems.extend(about_excluded(self._matching.summary, self._match.report.missing))
+        if self._matching.problems:
+            self._matching.problems.extend(about_excluded(self._matching.summary, self._matching.report.missing))
 
     def _note_differences(self, adapter: StateAdapter, key_map: KeyMap, want: Wanted) -> None:
         """Record the missing and unexpected keys of an object that are selected."""
-        if want.lacking or want.extra:
+        if want.missing_tensors or want.extra_targets:
             self._note_tensors(adapter, key_map, want)
-        lacking = want.lacking if self._mode is LoadMode.FILL else ()
+        lacking = want.missing_tensors if self._mode is LoadMode.FILL else ()
         keys = [key for key in (*want.missing, *lacking) if self._matching.selects(adapter.name, key)]
         missing = {join(adapter.name, key): key_map.stored(key) for key in keys}
         stored = (key_map.stored(key) for key in want.unexpected if self._matching.selects(adapter.name, key))
         # Several keys of the target may map to the same stored key.
         unexpected = [key for key in dict.fromkeys(stored) if key not in self._union.taken]
-        self._match.report.missing.extend(missing)
-        self._match.report.unexpected.extend(unexpected)
+        self._matching.report.missing.extend(missing)
+        self._matching.report.unexpected.extend(unexpected)
         if want.tolerated:
             policies = {self._partial.missing if missing else "", self._partial.unexpected if unexpected else ""}
             if policies - {"", "ignore"}:
@@ -136,27 +136,29 @@ class Differences:
         """Record tensors of data or of a Stateful that only the object or only the checkpoint has. Make targets for
         tensors that the object lacks but gets nevertheless."""
         if self._mode is LoadMode.RESTORE:
-            lacking = [join(adapter.name, key) for key in want.lacking if self._matching.selects(adapter.name, key)]
-            self._match.report.missing.extend(lacking)
+            lacking = [
+                join(adapter.name, key) for key in want.missing_tensors if self._matching.selects(adapter.name, key)
+            ]
+            self._matching.report.missing.extend(lacking)
             self._lacking.extend(lacking)
         handed = []
-        for key, target in want.extra.items():
+        for key, target in want.extra_targets.items():
             stored, full = key_map.stored(key), join(adapter.name, key)
             if not self._matching.selects(adapter.name, key):
                 continue
-            if self._is_handed(adapter, stored, want.empty or key in want.in_room):
+            if self._is_handed(adapter, stored, want.saved_empty or key in want.extra_in_gaps):
                 made = target.allocate() if adapter.kind != "module" and isinstance(target, Deferred) else target
-                if self._matching.accept(full, made, want.refused.get(key)):
+                if self._matching.accept(full, made, want.unfillable.get(key)):
                     want.targets[key] = made
                     self._matching.note_stored(full, stored)
                     handed.append(key)
             elif stored not in self._union.taken:
-                self._match.report.unexpected.append(stored)
+                self._matching.report.unexpected.append(stored)
                 if adapter.kind == "stateful" or self._partial.unexpected != "ignore":
                     self._unread.append(stored)
         if handed:  # sorted in the order of the save: an object rebuilt from these keys then has its original order
             order = self._index.slots
-            place = {key: order[self._match.stored[join(adapter.name, key)]] for key in want.targets}
+            place = {key: order[self._matching.stored[join(adapter.name, key)]] for key in want.targets}
             want.targets = dict(sorted(want.targets.items(), key=lambda item: place[item[0]]))
 
     def _is_handed(self, adapter: StateAdapter, stored: str, has_room: bool) -> bool:
@@ -171,7 +173,7 @@ class Differences:
 
     def _judge_patterns(self) -> None:
         """Add a problem for each pattern that matches no key and for each prefix that the checkpoint does not have."""
-        problems, keys = self._match.problems, self._keys
+        problems, keys = self._matching.problems, self._keys
         globs = [glob for glob in self._partial.idle(keys) if glob in self._union.idle]
         problems += about_globs(globs, keys)
         problems += [
@@ -185,7 +187,7 @@ class Differences:
             ]
             if unmatched and source and not self._index.under(source):
                 renames = self._fits(unmatched, self._free())
-                self._found |= taken_by(renames, unmatched)
+                self._found |= explained_by(renames, unmatched)
                 problems.append(about_prefix(here, source, renames, self._of_submodule))
                 for key in unmatched:
                     del self._missing[key]
@@ -199,7 +201,7 @@ class Differences:
                 f"{self._path} has tensors that the target does not have: {some(self._unread)}: they are not loaded. "
                 "An empty mapping takes all that is stored under its name."
             )
-        before = len(self._match.problems)
+        before = len(self._matching.problems)
         if lines := self._about_wrapper():
             self._missing.clear()
         else:
@@ -210,21 +212,21 @@ class Differences:
             lines += about_missing(self._missing, renames, self._index, self._of_submodule)
         if lines:
             self._apply(self._partial.missing, lines, "they keep their values")
-        explained = self._found | taken_by(renames, self._missing)
+        explained = self._found | explained_by(renames, self._missing)
         if unexpected := [key for key in self._unexpected if key not in explained]:
             self._apply(self._partial.unexpected, about_unexpected(unexpected), "they are not loaded")
-        if len(self._match.problems) > before:
+        if len(self._matching.problems) > before:
             everything = 'strict=False, or PartialLoad(missing="ignore", unexpected="ignore"), loads what fits'
             a_part = 'missing="ignore" and unexpected="ignore" load what fits'
-            self._match.problems.append(everything if self._given is None else a_part)
-        elif self._given is not None and lines and not self._match.targets and not self._match.deferred:
+            self._matching.problems.append(everything if self._given is None else a_part)
+        elif self._given is not None and lines and not self._matching.targets and not self._matching.deferred:
             advice = some(lines, 3, "; ")
             self._warn(f"{self._path}: nothing is loaded, because nothing that is selected is in it: {advice}.")
 
     def _about_wrapper(self) -> list[str]:
         """Return a line if the checkpoint has the complete state under one name more or one name less."""
         names = self._matching.names_here
-        if self._partial.rename or self._match.stored or not names:
+        if self._partial.rename or self._matching.stored or not names:
             return []
         if any(name in self._index or self._index.under(f"{name}.") for name in names):
             return []
@@ -238,7 +240,7 @@ class Differences:
         if policy == "warn":
             self._warn(f"{self._path}: {some(lines, separator='; ')}: {outcome}.")
         elif policy == "error" and self._strict:
-            self._match.problems.extend(first(lines))
+            self._matching.problems.extend(first(lines))
 
     def _fits(self, keys: Collection[str], free: Collection[str]) -> list[Fit]:
         """Return the renames that would find missing keys. For a sub-module, only the prefix of its source can change.
@@ -247,7 +249,7 @@ class Differences:
         """
         if self._union.ranks_differ:
             return []
-        fits = fitting_renames(keys, free, self._match.stored)
+        fits = fitting_renames(keys, free, self._matching.stored)
         if not self._of_submodule:
             return fits
         (prefix,) = self._partial.rename
@@ -255,5 +257,5 @@ class Differences:
 
     def _free(self) -> list[str]:
         """Return the keys of the checkpoint that no target takes."""
-        taken = set(self._match.stored.values())
+        taken = set(self._matching.stored.values())
         return [key for key in self._index if key not in taken]

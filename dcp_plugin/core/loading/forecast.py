@@ -9,7 +9,7 @@ from typing import Any
 
 from dcp_plugin.core.config import CheckpointConfig
 from dcp_plugin.core.format.index import CheckpointIndex, StoredTensor
-from dcp_plugin.core.loading.load import Loading, misfit
+from dcp_plugin.core.loading.load import Loading, about_misfits
 from dcp_plugin.core.partial import PartialLoad
 from dcp_plugin.core.paths import PathLike, Where, as_path
 from dcp_plugin.core.ranks.collectives import Ranks
@@ -67,9 +67,11 @@ def plan_load(
     """
     checkpoint_path = as_path(path)
     loading = Loading(Ranks(), CheckpointConfig(), checkpoint_path, partial, strict)
-    match, index = loading.forecast(state), loading.opened.index
+    match, index = loading.forecast(state), loading.open().index
     items = [_planned(key, match, index) for key in (*match.targets, *match.deferred)]
-    return PlannedLoad(checkpoint_path, items, match.report, misfit(checkpoint_path, match.problems), match.warnings)
+    return PlannedLoad(
+        checkpoint_path, items, match.report, about_misfits(checkpoint_path, match.problems), [*match.warnings]
+    )
 
 
 def _planned(key: str, match: Match, index: CheckpointIndex) -> PlannedItem:

@@ -1,8 +1,7 @@
 """One load, stage by stage: open, match, plan, read the values, read the tensors, apply.
 
-Two records of this module travel with those of :mod:`dcp_plugin.core.records`. :class:`_Begun` exists after the
-checkpoint is open, and :class:`_Fitted` after match and plan. :class:`_Fitted` owns the plan until all tensors are
-read, also where ranks read for each other.
+:mod:`dcp_plugin.core.records` has the record that each stage takes and returns. :class:`_Request` alone is here,
+because no stage takes it: ranks compare their requests while they open the checkpoint.
 
 A load that restarts drops all records. Each stage that can fail ends in an all-or-none collective. All checks run
 before the first byte of a target is overwritten, and a single error names all misfits.
@@ -13,7 +12,7 @@ from __future__ import annotations
 import functools
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +29,12 @@ from dcp_plugin.core.errors import (
 )
 from dcp_plugin.core.format.keys import join
 from dcp_plugin.core.format.values import encode, is_plain
-from dcp_plugin.core.loading import MOST_LOADED, Loaded, loaded
+from dcp_plugin.core.loading import MOST_REMEMBERED, LoadedPart, loaded_parts
 from dcp_plugin.core.loading.matching import LoadMode, Matching
 from dcp_plugin.core.paths import Where, resolved
 from dcp_plugin.core.planning.reads import ReadPlanner, decoded
 from dcp_plugin.core.ranks.collectives import Attempt, Ranks, pack, said_by_ranks, unpack
-from dcp_plugin.core.records import LoadReport, Match, OpenCheckpoint, ReadPlan
+from dcp_plugin.core.records import FittedLoad, LoadReport, Match, OpenCheckpoint, OpenedLoad, ReadPlan
 from dcp_plugin.core.sources import SourceFiles
 from dcp_plugin.core.state.adapters import StateAdapter
 from dcp_plugin.core.state.module import materialise
@@ -63,35 +62,13 @@ class _Request:
     asked_for: str
     path: str
     save: tuple[str, str]
+    """:attr:`~dcp_plugin.core.storage.reader.CheckpointReader.identity`."""
     selection: str
     many_hosts: int
     """:attr:`~dcp_plugin.core.media.medium.ReadCost.hosts` of the files."""
     host: str
     objects: dict[str, str]
     """Name -> kind of each module and optimizer."""
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """The objects to load into, and settings that are valid once all ranks have opened the same save."""
-
-    adapters: list[StateAdapter]
-    selection: PartialLoad | None
-    """The partial load, with the position of its submodule in the state; None for a load of everything."""
-    least_hosts: float
-    """Number of hosts that must want the same bytes before ranks share the reading."""
-    objects: dict[str, str]
-    """Name -> kind of the modules and optimizers of all ranks."""
-
-
-@dataclass(frozen=True)
-class _Fitted:
-    """A load that fits the state, and its reads."""
-
-    match: Match
-    plan: ReadPlan
-    targets: dict[str, Any]
-    """Targets by key; each value that was read replaces a None."""
 
 
 class Loading:
@@ -124,35 +101,34 @@ class Loading:
         )
         self._files, self._began = files, time.monotonic()
 
-    @property
-    def opened(self) -> OpenCheckpoint:
-        """The checkpoint, open or closed again."""
-        return self._reader.opened
+    def open(self) -> OpenCheckpoint:
+        """Open the checkpoint on this rank, and return it. :meth:`run` closes its files; its records stay valid."""
+        return self._reader.open()
 
     def run(self, state: Mapping[str, Any]) -> LoadReport:
         """Load into ``state``, in place. Collective."""
         with self._reader:
-            context, fitted = self._prepare(state)
-            self._read_tensors(context, fitted)
-            report = self._apply(context, fitted)
-        self._note_loaded(context, fitted.match)
+            fitted = self._prepare(state)
+            self._read_tensors(fitted)
+            match = self._apply(fitted)
+        self._note_loaded(fitted)
         if self._ranks.rank == 0:
-            for message in fitted.match.warnings:  # at the end: warnings turned into errors must not interrupt a load
+            for message in match.warnings:  # at the end: warnings turned into errors must not interrupt a load
                 warn(printable(message))
-        return report if self._files is None else self._with_sources(report, self._files)
+        return match.report if self._files is None else self._with_sources(match.report, self._files)
 
-    def _note_loaded(self, context: _Begun, match: Match) -> None:
+    def _note_loaded(self, fitted: FittedLoad) -> None:
         """Note the checkpoint among the loaded ones."""
-        fingerprint = "" if self.opened.find_fingerprint else self.opened.known_identity
-        path = resolved(self.opened.path)
-        part = loaded[path, fingerprint] = loaded.pop((path, fingerprint), Loaded())
-        for adapter in context.adapters:
-            keys = [join(adapter.name, key) for key in match.wanted[adapter.name].targets]
+        fingerprint = "" if self.open().find_fingerprint else self.open().known_identity
+        path = resolved(self.open().path)
+        part = loaded_parts[path, fingerprint] = loaded_parts.pop((path, fingerprint), LoadedPart())
+        for adapter in fitted.opened.adapters:
+            keys = [join(adapter.name, key) for key in fitted.match.wanted[adapter.name].targets]
             if keys and adapter.kind != "optimizer":
-                part.keys.update(match.stored[key] for key in keys if key in match.stored)
+                part.keys.update(fitted.match.stored[key] for key in keys if key in fitted.match.stored)
                 part.modules.update(() if adapter.module is None else adapter.module.modules())
-        for oldest in list(loaded)[:-MOST_LOADED]:
-            loaded.pop(oldest, None)
+        for oldest in list(loaded_parts)[:-MOST_REMEMBERED]:
+            loaded_parts.pop(oldest, None)
 
     def _with_sources(self, report: LoadReport, files: SourceFiles) -> LoadReport:
         seconds = time.monotonic() - self._began
@@ -161,14 +137,14 @@ class Loading:
             logger.info("%s: rank 0 has read %s in %.2f s", self._path, sources or "nothing", seconds)
         return replace(report, sources=dict(files.bytes_from), passed_over=files.problems, seconds=seconds)
 
-    def _prepare(self, state: Mapping[str, Any]) -> tuple[_Begun, _Fitted]:
+    def _prepare(self, state: Mapping[str, Any]) -> FittedLoad:
         """Run all stages that precede overwriting, and open the files that this rank reads. All ranks restart if
         another process deletes or replaces the checkpoint meanwhile."""
         failure: CheckpointError | None = None
         allocated: list[str] = []
         for _ in range(_MOST_TRIES):
             try:
-                context, difference = self._open_together(state)
+                opened, difference = self._open_together(state)
             except CheckpointNotFound as error:
                 if failure is None:
                     raise
@@ -177,14 +153,14 @@ class Loading:
                 failure = CheckpointMismatch(difference)
             else:
                 try:
-                    return context, self._fit(context, allocated)
+                    return self._fit(opened, allocated)
                 except CheckpointNotFound as error:  # raised on all ranks by the collective
                     failure = error
             self._reader.reset()
         assert failure is not None
         raise failure
 
-    def _open_together(self, state: Mapping[str, Any]) -> tuple[_Begun, str]:
+    def _open_together(self, state: Mapping[str, Any]) -> tuple[OpenedLoad, str]:
         """Open the checkpoint on all ranks. The second result is a message if they opened different saves; else ""."""
         adapters: list[StateAdapter] = []
         selection: PartialLoad | None = None
@@ -192,56 +168,44 @@ class Loading:
         def open_here() -> _Request:
             nonlocal adapters, selection
             adapters = adapters_of(state, this_rank=RankAndSize(self._ranks.rank, self._ranks.size))
-            selection = self._located(adapters)
-            return self._open(selection, _objects_in(adapters))
+            if self._partial is not None:
+                from dcp_plugin.core.loading.renames import locate  # most loads are of everything
 
-        def compare(requests: list[_Request]) -> tuple[str, float, dict[str, str]]:
+                selection = locate(self._partial, adapters)
+            return _Request(
+                str(self._path),
+                str(self.open().path),
+                self._reader.identity,
+                repr(selection),  # as text: its module is equal only to itself, and does not travel between ranks
+                self.open().files.cost.hosts,
+                socket.gethostname(),
+                {adapter.name: adapter.kind for adapter in adapters if adapter.kind in ("module", "optimizer")},
+            )
+
+        def compare(requests: list[_Request]) -> tuple[str, int | None, dict[str, str]]:
             objects = {name: kind for request in reversed(requests) for name, kind in request.objects.items()}
             return self._difference(requests), self._least_hosts(requests), objects
 
         difference, least, objects = self._ranks.combine(f"open {self._path}", open_here, compare)
-        return _Begun(adapters, selection, least, objects), difference
-
-    def _open(self, selection: PartialLoad | None, objects: dict[str, str]) -> _Request:
-        """Open the checkpoint on this rank, and return the rank's request."""
-        many_hosts = self._reader.opened.files.cost.hosts  # ``opened`` opens the checkpoint
-        return _Request(
-            str(self._path),
-            str(self._reader.path),
-            self._reader.save,
-            repr(selection),
-            many_hosts,
-            socket.gethostname(),
-            objects,
-        )
-
-    def _located(self, adapters: list[StateAdapter]) -> PartialLoad | None:
-        """Return the partial load, with the position of its submodule in the state; None for a load of everything."""
-        if self._partial is None:
-            return None
-        from dcp_plugin.core.loading.renames import locate  # most loads are of everything
-
-        return locate(self._partial, adapters)
+        return OpenedLoad(adapters, selection, least, objects), difference
 
     def forecast(self, state: Mapping[str, Any]) -> Match:
-        """Return the match of :meth:`run` for this process alone. Nothing is allocated, read or changed."""
-        adapters = adapters_of(state, this_rank=RankAndSize(self._ranks.rank, self._ranks.size))
-        selection = self._located(adapters)
-        with self._reader:
-            objects = _objects_in(adapters)
-            matching = Matching(self._path, self.opened, selection, self._strict, True, self._mode, objects)
-        step = f"compare {self._path} with the state"
-        union = self._ask_all(
-            step, lambda: _questions(matching, adapters), lambda asked: _differences(matching).answer(asked)
-        )
-        _judge_keys(matching, union)
-        self._planner(matching.match)
-        return matching.match
+        """Return the match of :meth:`run` for this process alone. No value is read, and no object of the state changes.
 
-    def _least_hosts(self, requests: list[_Request]) -> float:
-        """Return the number of hosts that must want the same bytes before ranks share the reading."""
+        Two things happen as in :meth:`run`. FSDP2 modules reshard parameters that a forward has left gathered. An
+        optimizer allocates the slots that it does not have yet. They are garbage after this call.
+        """
+        with self._reader:
+            opened, _ = self._open_together(state)
+            matching = Matching(self._path, self.open(), opened, self._strict, True, self._mode)
+        step = f"compare {self._path} with the state"
+        union = self._ask_all(step, lambda: _questions(matching), lambda asked: _differences(matching).answer(asked))
+        return self._planned(_judged(matching, union))[0]
+
+    def _least_hosts(self, requests: list[_Request]) -> int | None:
+        """Return :attr:`~dcp_plugin.core.records.OpenedLoad.least_hosts`."""
         if len(requests) == 1:
-            return float("inf")
+            return None
         from dcp_plugin.core.planning.sharing import least_hosts  # imported late, since a single rank never needs it
 
         hosts = len({request.host for request in requests})
@@ -254,47 +218,47 @@ class Loading:
         Raises:
             CheckpointMismatch: Ranks request different paths or different parts.
         """
-        first, difference = requests[0], ""
+        of_zero, difference = requests[0], ""
         for rank, other in enumerate(requests):
-            if other.save != first.save:
+            if other.save != of_zero.save:
                 difference = (
-                    f"rank 0 loads {first.path}, but rank {rank} loads another checkpoint, {other.path}. Decide "
+                    f"rank 0 loads {of_zero.path}, but rank {rank} loads another checkpoint, {other.path}. Decide "
                     f"on rank 0 what to load, and broadcast it."
                 )
-                if other.asked_for != first.asked_for:
+                if other.asked_for != of_zero.asked_for:
                     raise CheckpointMismatch(difference)
-            if other.selection != first.selection:
+            if other.selection != of_zero.selection:
                 raise CheckpointMismatch(
-                    f"rank 0 loads {first.selection[:500]} of {first.path}, but rank {rank} loads "
+                    f"rank 0 loads {of_zero.selection[:500]} of {of_zero.path}, but rank {rank} loads "
                     f"{other.selection[:500]}. Give all ranks the same arguments."
                 )
         return difference
 
-    def _fit(self, context: _Begun, allocated: list[str]) -> _Fitted:
+    def _fit(self, opened: OpenedLoad, allocated: list[str]) -> FittedLoad:
         """Match, plan, and read the values. All misfits are raised in one error. Collective.
 
-        Usually no rank has a question for other ranks. The first exchange is then one small collective.
+        A failure of the match or the plan is a value until the next collective. So these stages cost no collective of
+        their own. Usually no rank has a question for other ranks. The first exchange is then one small collective.
 
         Args:
             allocated: Keys of modules that were on the meta device. Keys that get memory in this call are added.
         """
         step = f"compare {self._path} with the state"
-        opened, selection, objects = self._reader.opened, context.selection, context.objects
-        matching = Matching(self._path, opened, selection, self._strict, False, self._mode, objects)
+        matching = Matching(self._path, self.open(), opened, self._strict, False, self._mode)
 
-        def match() -> list[str] | None:
-            for adapter in context.adapters:
+        def ask() -> list[str] | None:
+            for adapter in opened.adapters:
                 if adapter.kind == "module" and adapter.module is not None:
                     allocated.extend(join(adapter.name, key) for key in materialise(adapter.module))
-            return _questions(matching, context.adapters)
+            return _questions(matching)
 
-        union = self._ask_all(step, match, lambda asked: _differences(matching).answer(asked))
-        fitted = Attempt.of(lambda: self._judge_and_plan(context, matching, union, allocated))
+        union = self._ask_all(step, ask, lambda asked: _differences(matching).answer(asked))
+        match = Attempt.of(lambda: self._with_unset(_judged(matching, union), allocated))
+        fitted = match.then(lambda match: self._plan(opened, match))
         if union is not None:
-            warnings_of_all = self._ranks.combine(step, lambda: fitted.get().match.warnings, said_by_ranks)
-            matching.match.warnings[:] = warnings_of_all
-        step = f"read the values of {self._path}"
-        return self._ranks.agree(step, lambda: self._read_values(context, fitted.get()))
+            warnings = self._ranks.combine(step, lambda: [*fitted.get().match.warnings], said_by_ranks)
+            fitted = fitted.then(lambda load: replace(load, match=replace(load.match, warnings=warnings)))
+        return self._ranks.agree(f"read the values of {self._path}", lambda: self._read_values(fitted.get()))
 
     def _ask_all(
         self, step: str, work: Callable[[], list[str] | None], answer: Callable[[list[str]], Answer]
@@ -316,76 +280,84 @@ class Loading:
         asked = unpack(packed)
         return self._ranks.combine(step, lambda: answer(asked), lambda answers: Union.of(asked, answers))
 
-    def _judge_and_plan(
-        self, context: _Begun, matching: Matching, union: Union | None, allocated: list[str]
-    ) -> _Fitted:
-        """Judge the match, plan the reads, and open the files to read.
+    def _with_unset(self, match: Match, allocated: list[str]) -> Match:
+        """Return the match with a warning for memory allocated by this load that it does not fill."""
+        undecided = {join(name, key) for name, want in match.wanted.items() for key in want.left_to_hooks}
+        unset = [key for key in allocated if key not in match.targets.keys() | match.deferred.keys() | undecided]
+        if not unset:
+            return match
+        unset_memory = (
+            f"{self._path} does not fill {some(unset)}, which had been on the meta device: the values are what was "
+            "in memory by chance. Initialise them now."
+        )
+        return replace(match, warnings=[*match.warnings, unset_memory])
+
+    def _plan(self, opened: OpenedLoad, match: Match) -> FittedLoad:
+        """Plan the reads, and open the files to read.
 
         Raises:
             CheckpointMismatch: The checkpoint does not fit the state. The message names all misfits.
         """
-        match = matching.match
-        _judge_keys(matching, union)
-        undecided = {join(name, key) for name, want in match.wanted.items() for key in want.undecided}
-        unset = [key for key in allocated if key not in match.targets.keys() | match.deferred.keys() | undecided]
-        if unset:
-            match.warnings.append(
-                f"{self._path} does not fill {some(unset)}, which had been on the meta device: the values are what was "
-                "in memory by chance. Initialise them now."
-            )
-        planner = self._planner(match)
+        match, planner = self._planned(match)
         if match.problems:
-            raise CheckpointMismatch(misfit(self._path, match.problems))
+            raise CheckpointMismatch(about_misfits(self._path, match.problems))
         plan = planner.plan()
         scaled = (self._reader.index.scaled[key].scale for key, is_applied in match.scales.items() if is_applied)
         self._reader.pin_files(plan, [*(match.stored[key] for key in match.deferred), *scaled])
-        return _Fitted(match, plan, dict(match.targets))
+        return FittedLoad(opened, match, plan, match.targets)
 
-    def _planner(self, match: Match) -> ReadPlanner:
-        """Return the planner of the reads. Misfits that it finds are inserted before the other problems."""
+    def _planned(self, match: Match) -> tuple[Match, ReadPlanner]:
+        """Return the planner of the reads, and the match with all misfits that the planner finds before the other
+        problems."""
         if self._reader.index.scaled:
-            from dcp_plugin.core.loading.quantized import judge  # only for folders of other tools
+            from dcp_plugin.core.loading.quantized import judged  # only for folders of other tools
 
-            judge(match, self._reader.index)
+            match = judged(match, self._reader.index)
         planner = ReadPlanner(match.targets, self._reader.index, match.stored, match.scales)
-        match.problems[:0] = first(planner.misfits)
-        return planner
+        return replace(match, problems=[*first(planner.misfits), *match.problems]), planner
 
-    def _read_values(self, context: _Begun, fitted: _Fitted) -> _Fitted:
+    def _read_values(self, fitted: FittedLoad) -> FittedLoad:
         """Read and check the values. They are small, so a misfit stops the load before a tensor is overwritten."""
         match, notes = fitted.match, list[str]()
         data = self._reader.read(ReadPlan(values=fitted.plan.values))
-        fitted.targets.update(decoded(fitted.plan, data, self._config.allow_pickle, notes))
+        targets = {**fitted.targets, **decoded(fitted.plan, data, self._config.allow_pickle, notes)}
         if notes:
-            match.warnings.append(
+            lost_classes = (
                 f"{self._path}: values came back without their class: {some(notes, separator='; ')}. "
                 f"Import the modules of the classes before the load."
             )
-        for adapter in context.adapters:
-            targets = match.wanted[adapter.name].targets
-            keys = [key for key, target in targets.items() if target is None]
-            if targets:
-                values = {key: fitted.targets[join(adapter.name, key)] for key in keys}
-                adapter.check(values, self._strict and context.selection is None)
-        return fitted
+            match = replace(match, warnings=[*match.warnings, lost_classes])
+        for adapter in fitted.opened.adapters:
+            if wanted := match.wanted[adapter.name].targets:
+                values = {key: targets[join(adapter.name, key)] for key, target in wanted.items() if target is None}
+                adapter.check(values, self._raises_for_missing(fitted))
+        return replace(fitted, match=match, targets=targets)
 
-    def _read_tensors(self, context: _Begun, fitted: _Fitted) -> None:
+    def _raises_for_missing(self, fitted: FittedLoad) -> bool:
+        """Return whether missing keys are errors for the objects themselves.
+
+        A partial load leaves keys out on purpose. ``load_state_dict`` cannot tell these from missing keys, so it must
+        accept both. The policies of the partial load judge the missing keys.
+        """
+        return self._strict and fitted.opened.selection is None
+
+    def _read_tensors(self, fitted: FittedLoad) -> None:
         """Read tensors into the targets. Collective.
 
         With shared reading, this rank reads a part of the plan. Ranks broadcast their parts after every rank has read
         without failure.
         """
         plan = replace(fitted.plan, values={})
-        if context.least_hosts == float("inf"):
+        if fitted.opened.least_hosts is None:
             self._ranks.agree(f"read {self._path}", lambda: self._reader.read(plan))
             return
         from dcp_plugin.core.planning.sharing import BroadcastRead
 
         host, path = socket.gethostname(), str(self._path)
-        BroadcastRead(self._ranks, context.least_hosts, host, path).run(plan, self._reader.read)
+        BroadcastRead(self._ranks, fitted.opened.least_hosts, host, path).run(plan, self._reader.read)
 
-    def _apply(self, context: _Begun, fitted: _Fitted) -> LoadReport:
-        """Pass the targets to their objects, and return the report. Collective.
+    def _apply(self, fitted: FittedLoad) -> Match:
+        """Pass the targets to their objects, and return the match with the final report and warnings. Collective.
 
         Most tensors are in their final memory already, and the objects only run their load hooks. Raises an error for
         keys that these report as missing or unexpected.
@@ -393,10 +365,10 @@ class Loading:
         step, match = f"apply {self._path}", fitted.match
         incompatible: dict[str, Incompatible] = {}
 
-        def take() -> list[str] | None:
+        def hand_over() -> list[str] | None:
             if self._ranks.size > 1:
-                self._note_received(context, fitted)
-            incompatible.update(self._take(context, fitted))
+                self._note_received(fitted)
+            incompatible.update(self._hand_over(fitted))
             return _unexpected(incompatible) if incompatible else None
 
         def answer(asked: list[str]) -> Answer:
@@ -404,27 +376,29 @@ class Loading:
 
             return Answer.of(asked, match.stored.keys() - set(_unexpected(incompatible)), (), frozenset())
 
-        union = self._ask_all(step, take, answer)
+        union = self._ask_all(step, hand_over, answer)
         if union is not None:
-            self._ranks.agree(step, lambda: self._judge(context, match, incompatible, union))
-        return replace(
+            match = self._ranks.agree(step, lambda: self._judge_hooks(fitted, incompatible, union))
+        report = replace(
             match.report,
             loaded=[*fitted.targets, *match.deferred],
             bytes_read=self._reader.bytes_read,
             unchecked_bytes=self._reader.unchecked_bytes,
         )
+        return replace(match, report=report)
 
-    def _note_received(self, context: _Begun, fitted: _Fitted) -> None:
-        """Remember the values that this rank got although it had nothing there, now or at an earlier load.
+    def _note_received(self, fitted: FittedLoad) -> None:
+        """Remember the values that fill places that were empty on this rank, now or at an earlier load.
 
-        Another rank may hold these values.
+        Another rank may hold the same value and change it. The next save then prefers the value of that rank
+        (:class:`~dcp_plugin.core.types.Standing`).
         """
         from dcp_plugin.core.state.across_ranks import (  # a process alone shares nothing with others
             note_received,
             received,
         )
 
-        for adapter in context.adapters:
+        for adapter in fitted.opened.adapters:
             want = fitted.match.wanted[adapter.name]
             for key in want.targets if (want.received or received) and adapter.entry is None else ():
                 full = join(adapter.name, key)
@@ -434,24 +408,23 @@ class Loading:
                     described = value if isinstance(value, ShardedValue) else known
                     note_received(full, described, id(adapter.live), key in want.received)
 
-    def _take(self, context: _Begun, fitted: _Fitted) -> dict[str, Incompatible]:
+    def _hand_over(self, fitted: FittedLoad) -> dict[str, Incompatible]:
         """Pass the targets to their objects. Return the missing and unexpected keys that code of modules reports, by
         name of the object."""
         incompatible: dict[str, Incompatible] = {}
-        strict = self._strict and context.selection is None
-        for adapter in context.adapters:
+        for adapter in fitted.opened.adapters:
             want = fitted.match.wanted[adapter.name]
-            if want.targets or want.kept or want.empty:
-                filled = want.kept | {
+            if want.targets or want.kept_frozen or want.saved_empty:
+                filled = want.kept_frozen | {
                     key: fitted.targets[join(adapter.name, key)] if target is None else target
                     for key, target in want.targets.items()
                 }
                 if self._mode is LoadMode.FILL:
-                    filled |= want.lacking
+                    filled |= want.missing_tensors
                 # The adapter keeps this function. A reference to the adapter in it would be a cycle that keeps the
                 # objects alive.
                 read = functools.partial(self._read_deferred, adapter.name, fitted.match.stored, fitted.match.scales)
-                result = adapter.take(filled, read, strict)
+                result = adapter.take(filled, read, self._raises_for_missing(fitted))
                 if result is not None and result != Incompatible():
                     incompatible[adapter.name] = result
         return incompatible
@@ -463,8 +436,8 @@ class Loading:
         targets = {join(name, key): sharded_value(tensor) for key, tensor in tensors.items()}
         self._reader.read(ReadPlanner(targets, self._reader.index, stored, scales).plan())
 
-    def _judge(self, context: _Begun, match: Match, incompatible: Mapping[str, Incompatible], union: Union) -> None:
-        """Judge the keys that load hooks report as missing or unexpected.
+    def _judge_hooks(self, fitted: FittedLoad, incompatible: Mapping[str, Incompatible], union: Union) -> Match:
+        """Judge the keys that load hooks report as missing or unexpected, and add them to the report.
 
         Keys that were not selected may be missing. Keys that another rank has taken are not unexpected.
 
@@ -473,12 +446,13 @@ class Loading:
         """
         from dcp_plugin.core.partial import PartialLoad  # most loads are of everything, and report no keys
 
-        rules, left_out, problems = context.selection or PartialLoad(), set(match.report.left_out), list[str]()
+        match, rules = fitted.match, fitted.opened.selection or PartialLoad()
+        report, left_out = match.report, set(match.report.left_out)
+        warnings, problems = [*match.warnings], list[str]()
         for name, each in incompatible.items():
             missing = [key for key in (join(name, inner) for inner in each.missing) if key not in left_out]
             unexpected = [key for key in (join(name, inner) for inner in each.unexpected) if key not in union.taken]
-            match.report.missing.extend(missing)
-            match.report.unexpected.extend(unexpected)
+            report = replace(report, missing=[*report.missing, *missing], unexpected=[*report.unexpected, *unexpected])
             problems += each.errors
             for keys, policy, adjective in (
                 (missing, rules.missing, "missing"),
@@ -488,22 +462,19 @@ class Loading:
                 if keys and policy == "error" and self._strict:
                     problems.append(line)
                 elif keys and policy == "warn":
-                    match.warnings.append(f"{self._path}: {line}.")
+                    warnings.append(f"{self._path}: {line}.")
         if problems:
-            raise CheckpointMismatch(misfit(self._path, problems))
+            raise CheckpointMismatch(about_misfits(self._path, problems))
+        return replace(match, report=report, warnings=warnings)
 
 
-def _objects_in(adapters: list[StateAdapter]) -> dict[str, str]:
-    return {adapter.name: adapter.kind for adapter in adapters if adapter.kind in ("module", "optimizer")}
-
-
-def _questions(matching: Matching, adapters: list[StateAdapter]) -> list[str] | None:
+def _questions(matching: Matching) -> list[str] | None:
     """Match this rank's objects, and return the questions to all ranks, see :meth:`Loading._ask_all`."""
-    return _differences(matching).questions() if matching.run(adapters) else None
+    return _differences(matching).questions() if matching.run() else None
 
 
-def _judge_keys(matching: Matching, union: Union | None) -> None:
-    """Add the problems and warnings to a match.
+def _judged(matching: Matching, union: Union | None) -> Match:
+    """Judge all keys, and return the match with its problems and warnings.
 
     Args:
         union: The answers of all ranks to the questions of all ranks; None if no rank has asked.
@@ -512,6 +483,7 @@ def _judge_keys(matching: Matching, union: Union | None) -> None:
         matching.judge_dtypes()
     else:
         _differences(matching).judge(union)
+    return matching.result()
 
 
 def _differences(matching: Matching) -> Differences:
@@ -535,7 +507,7 @@ def _unexpected(incompatible: Mapping[str, Incompatible]) -> list[str]:
     return sorted({join(name, key) for name, each in incompatible.items() for key in each.unexpected})
 
 
-def misfit(path: Where, problems: list[str]) -> str:
+def about_misfits(path: Where, problems: Sequence[str]) -> str:
     """Return a single error message for all problems; empty without problems."""
     if not problems:
         return ""

@@ -11,7 +11,7 @@ only for other loads. :mod:`~dcp_plugin.core.loading.renames` is for keys that h
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from dcp_plugin.core.format.columns import NO_TENSOR
 from dcp_plugin.core.format.keys import join, without_rank
 from dcp_plugin.core.loading import KeyMap
 from dcp_plugin.core.paths import Where
-from dcp_plugin.core.records import LoadReport, Match, OpenCheckpoint
+from dcp_plugin.core.records import LoadReport, Match, OpenCheckpoint, OpenedLoad
 from dcp_plugin.core.state.adapters import OptimizerAdapter, StateAdapter, TreeAdapter, ValueAdapter
 from dcp_plugin.core.state.module_load import Deferred
 from dcp_plugin.core.tensors._torch import is_meta, is_tensor, sharded_value
@@ -31,7 +31,6 @@ from dcp_plugin.core.types import LocalChunk, ShardedValue, Wanted
 
 if TYPE_CHECKING:
     from dcp_plugin.core.loading.renames import Renames
-    from dcp_plugin.core.partial import PartialLoad
     from dcp_plugin.core.types import RankEntry
 
 
@@ -44,7 +43,7 @@ class LoadMode(Enum):
     """The checkpoint determines the loaded keys: an object gets the tensors that it had at the save."""
 
 
-def _overlapping(adapters: list[StateAdapter]) -> set[str]:
+def _overlapping(adapters: Sequence[StateAdapter]) -> set[str]:
     """Return the objects whose names overlap: one name begins with the other, as ``a.b`` begins with ``a``."""
     outer = {a.name for a in adapters if not (isinstance(a, ValueAdapter) and a.is_leaf)}  # those with keys below
     overlapping: set[str] = set()
@@ -59,31 +58,29 @@ class Matching:
 
     Args:
         path: The path of the load, for messages.
-        partial: The rules of a partial load; None for a load of everything, which converts dtypes.
+        load: The objects of the state, and the rules of a partial load. A load of everything converts dtypes.
         strict: If true, missing and unexpected keys are errors, unless ``partial`` sets another policy.
         dry_run: If true, nothing will be read, so targets on the meta device need no memory.
         mode: Rule for tensors of data and Stateful objects.
-        objects: Name -> kind of the modules and optimizers of all ranks.
 
-    The attributes are what :class:`~dcp_plugin.core.loading.differences.Differences` needs to know of the match.
+    The attributes are an unfinished :class:`~dcp_plugin.core.records.Match`, which :meth:`run` begins and
+    :class:`~dcp_plugin.core.loading.differences.Differences` continues. :meth:`result` returns the finished one.
     """
 
     def __init__(
         self,
         path: Where,
         opened: OpenCheckpoint,
-        partial: PartialLoad | None,
+        load: OpenedLoad,
         strict: bool,
         dry_run: bool,
         mode: LoadMode,
-        objects: Mapping[str, str],
     ) -> None:
-        self.objects = objects
-        self.path, self.partial, self.strict, self.mode = path, partial, strict, mode
-        self._dry_run = dry_run
+        self.path, self.strict, self.mode, self._dry_run = path, strict, mode, dry_run
+        self.adapters: Sequence[StateAdapter] = load.adapters
+        self.partial, self.objects = load.selection, load.objects
+        self.names_here = [adapter.name for adapter in self.adapters]
         self._opened, self.index, self.summary, self._kinds = opened, opened.index, opened.summary, opened.kinds
-        self.adapters: list[StateAdapter] = []
-        self.names_here: list[str] = []
         self.renames: Renames | None = None
         """Rules for keys with other names in the checkpoint; None if all names are equal so far."""
         self.key_maps: dict[str, KeyMap] = {}
@@ -95,39 +92,45 @@ class Matching:
         """Stateful objects that are not in the checkpoint."""
         self.absent: list[str] = []
         """A line for each object whose state the checkpoint cannot provide."""
-        self.match = Match({}, {}, {}, {}, LoadReport(path))
-        """The result of :meth:`run`; :class:`~dcp_plugin.core.loading.differences.Differences` adds to it."""
+        self.wanted: dict[str, Wanted] = {}
+        self.targets: dict[str, ShardedValue | None] = {}
+        self.deferred: dict[str, Any] = {}
+        self.stored: dict[str, str] = {}
+        self.report, self.problems, self.warnings = LoadReport(path), list[str](), list[str]()
 
-    def run(self, adapters: list[StateAdapter]) -> bool:
+    def result(self) -> Match:
+        """Return the finished match, after all keys and dtypes are judged."""
+        return Match(self.wanted, self.targets, self.deferred, self.stored, self.report, self.problems, self.warnings)
+
+    def run(self) -> bool:
         """Match this rank's objects. Collective if a module contains FSDP1.
 
         Returns:
             True if findings of this rank depend on the keys of other ranks, or if it has warnings.
         """
-        self.adapters, self.names_here = adapters, [adapter.name for adapter in adapters]
-        overlapping = _overlapping(adapters)
+        adapters, overlapping = self.adapters, _overlapping(self.adapters)
         if self.partial is not None or overlapping:
             self.renames = self._rules({a.name: frozenset(a.names()) for a in adapters if a.name in overlapping})
         for adapter, name in self._names(adapters):
             if isinstance(adapter, ValueAdapter) and name == adapter.name and self._is_plain(adapter):
-                self._take_plain(adapter)
+                self._match_plain(adapter)
             else:
                 key_map, want = self._want(adapter, name)
                 if self.index.left_out:
                     self._keep(adapter, key_map, want)
-                if want.unfit:
-                    self._leave_optimizer(adapter, want, f"{name!r} {want.unfit}")
-                elif isinstance(adapter, OptimizerAdapter) and (want.targets or want.extra or want.unexpected):
+                if want.unusable:
+                    self._leave_optimizer(adapter, want, f"{name!r} {want.unusable}")
+                elif isinstance(adapter, OptimizerAdapter) and (want.targets or want.extra_targets or want.unexpected):
                     self._judge_class(adapter, name, want)
                 self._select(adapter, key_map, want)
                 self.key_maps[adapter.name] = key_map
         if self.index.scaled:
             from dcp_plugin.core.loading.quantized import settle  # only for folders of other tools
 
-            settle(self.match, self.key_maps, self.index)
-        wants = self.match.wanted.values()
-        differs = any(want.missing or want.lacking or want.unexpected or want.extra for want in wants)
-        return differs or bool(self.absent or self.match.warnings or self.idle())
+            settle(self.wanted, self.stored, self.deferred, self.key_maps, self.index)
+        wants = self.wanted.values()
+        differs = any(want.missing or want.missing_tensors or want.unexpected or want.extra_targets for want in wants)
+        return differs or bool(self.absent or self.warnings or self.idle())
 
     def idle(self) -> frozenset[str]:
         """Return the globs and renames of the partial load that match no key of this rank's objects."""
@@ -151,14 +154,14 @@ class Matching:
             return False
         return self.index.table.dtype_of(slot) is not None and not self.index.under(f"{adapter.name}.")
 
-    def _take_plain(self, adapter: ValueAdapter) -> None:
+    def _match_plain(self, adapter: ValueAdapter) -> None:
         name, tensor = adapter.name, adapter.value
         accepted = self.accept(name, tensor, None)
-        self.match.wanted[name] = Wanted({"": tensor} if accepted else {})
+        self.wanted[name] = Wanted({"": tensor} if accepted else {})
         if accepted:
-            self.match.stored[name] = name
+            self.stored[name] = name
 
-    def _names(self, adapters: list[StateAdapter]) -> Iterable[tuple[StateAdapter, str]]:
+    def _names(self, adapters: Sequence[StateAdapter]) -> Iterable[tuple[StateAdapter, str]]:
         """Yield each object with its name in the checkpoint. Per-rank values that stay as they are have none and are
         left out.
 
@@ -173,7 +176,7 @@ class Matching:
                 and isinstance(adapter, TreeAdapter)
                 and adapter.stands_for_nothing
             ):
-                self.match.wanted[name] = Wanted()  # another rank has a module or an optimizer of this name
+                self.wanted[name] = Wanted()  # another rank has a module or an optimizer of this name
                 continue
             if adapter.entry is not None and not self._is_about(adapter):
                 if (of_rank := self._name_on_rank(adapter.entry)) is not None:
@@ -210,9 +213,9 @@ class Matching:
             else:
                 way_out = f"with strict=False, or in a resume_or_init. Else load on {place.saved_by} ranks"
                 self.absent.append(f"{place.about} {way_out}")
-            self.match.report.missing.extend([place.name] if place.is_kept else [])
+            self.report.missing.extend([place.name] if place.is_kept else [])
         if place.is_kept:
-            self.match.wanted[place.name] = Wanted()
+            self.wanted[place.name] = Wanted()
             return None
         return place.name
 
@@ -224,10 +227,10 @@ class Matching:
                 f"{self.path} has the param groups of {name!r} as a list without names, which cannot be renamed: "
                 f"{adapter.name!r} keeps its own hyper-parameters."
             )
-        if want.unmatched and not key_map.is_renamed and not self._is_about(adapter):
+        if want.prefix_candidates and not key_map.is_renamed and not self._is_about(adapter):
             from dcp_plugin.core.loading.renames import find_prefix  # most loads find equal names
 
-            prefix = find_prefix(want.unmatched, key_map.entries(self.index)[0])
+            prefix = find_prefix(want.prefix_candidates, key_map.entries(self.index)[0])
             if prefix is not None:
                 self.renames = self.renames or self._rules({})
                 here, source = f"{adapter.name}.{prefix[0]}", f"{name}.{prefix[1]}"
@@ -259,11 +262,11 @@ class Matching:
 
     def _leave_optimizer(self, adapter: StateAdapter, want: Wanted, line: str) -> None:
         """Record that an optimizer loads nothing. ``line`` has the reason."""
-        for keys in (want.targets, want.extra, want.missing, want.unexpected, want.lost):
+        for keys in (want.targets, want.extra_targets, want.missing, want.unexpected, want.lost_per_rank):
             keys.clear()
         if self.strict and (self.partial is None or self.partial.missing == "error"):
             way_out = f'PartialLoad(exclude="{adapter.name}.*"), or strict=False, leaves the optimizer as it is'
-            self.match.problems.append(f"{line}. {way_out}")
+            self.problems.append(f"{line}. {way_out}")
         else:
             self.warn(f"{self.path}: {line}. The optimizer stays as it is.")
 
@@ -279,15 +282,15 @@ class Matching:
             keys = dict.fromkeys((*stored, *(name.removesuffix(".") for name in adapter.names())))
             if not any(self.selects(adapter.name, key) for key in keys):
                 self.keys += [join(adapter.name, key) for key in keys]
-                self.match.report.left_out.extend(join(adapter.name, key) for key in entries)
+                self.report.left_out.extend(join(adapter.name, key) for key in entries)
                 return Wanted()
         return adapter.want(entries, paths)
 
     def _select(self, adapter: StateAdapter, key_map: KeyMap, want: Wanted) -> None:
         """Keep the selected targets of an object. Record keys that are left out, and lost per-rank state."""
-        report, match = self.match.report, self.match
-        missing_keys = (*want.missing, *want.undecided, *want.lacking)
-        all_keys = (*want.targets, *want.extra, *missing_keys, *want.lost, *want.for_other_ranks)
+        report = self.report
+        missing_keys = (*want.missing, *want.left_to_hooks, *want.missing_tensors)
+        all_keys = (*want.targets, *want.extra_targets, *missing_keys, *want.lost_per_rank, *want.per_rank_of_others)
         self.keys += [join(adapter.name, key) for key in all_keys]
         if self.mode is LoadMode.FILL and self.strict:
             want.targets |= want.resized
@@ -296,12 +299,12 @@ class Matching:
             full = join(adapter.name, key)
             if not self.selects(adapter.name, key):
                 report.left_out.append(full)
-            elif self.accept(full, target, want.refused.get(key)):
+            elif self.accept(full, target, want.unfillable.get(key)):
                 chosen[key] = target
                 self.note_stored(full, key_map.stored(want.stored_as.get(key, key)), key in want.stored_as)
-        unselected = (key for key in (*missing_keys, *want.extra) if not self.selects(adapter.name, key))
+        unselected = (key for key in (*missing_keys, *want.extra_targets) if not self.selects(adapter.name, key))
         report.left_out.extend(join(adapter.name, key) for key in unselected)
-        lost = [join(adapter.name, key) for key in want.lost if self.selects(adapter.name, key)]
+        lost = [join(adapter.name, key) for key in want.lost_per_rank if self.selects(adapter.name, key)]
         report.missing.extend(lost)
         if lost:
             self.absent.append(
@@ -311,13 +314,13 @@ class Matching:
         if adapter.kind == "stateful" and "" in want.missing:
             self.lone.append(adapter)
         want.targets = chosen
-        match.wanted[adapter.name] = want
+        self.wanted[adapter.name] = want
 
     def _keep(self, adapter: StateAdapter, key_map: KeyMap, want: Wanted) -> None:
         """Have the object keep the parameters that the checkpoint leaves out, if this process has loaded them."""
         kept = {
             key: stored
-            for key in (*want.missing, *want.undecided, *want.lacking)
+            for key in (*want.missing, *want.left_to_hooks, *want.missing_tensors)
             if (stored := key_map.stored(key)) in self.index.left_out and self.selects(adapter.name, key)
         }
         if not kept:
@@ -328,34 +331,34 @@ class Matching:
 
         live = adapter.present()
         # A mapping keeps its other entries by itself.
-        want.kept = {key: live[key] for key in kept if adapter.kind == "module" or key in want.lacking}
+        want.kept_frozen = {key: live[key] for key in kept if adapter.kind == "module" or key in want.missing_tensors}
         want.missing = [key for key in want.missing if key not in kept]
-        want.undecided = [key for key in want.undecided if key not in kept]
-        want.lacking = {key: value for key, value in want.lacking.items() if key not in kept}
-        want.unmatched = []
+        want.left_to_hooks = [key for key in want.left_to_hooks if key not in kept]
+        want.missing_tensors = {key: value for key, value in want.missing_tensors.items() if key not in kept}
+        want.prefix_candidates = []
         full = {join(adapter.name, key): stored for key, stored in kept.items()}
         targets = {join(adapter.name, key): live[key] for key in kept}
         lines = not_loaded(self._opened, full, targets, adapter.module)
-        (self.match.warnings if self._dry_run else self.match.problems).extend(lines)
+        (self.warnings if self._dry_run else self.problems).extend(lines)
         self.keys += full
-        self.match.report.left_out.extend(full)
+        self.report.left_out.extend(full)
 
     def note_stored(self, key: str, stored: str, is_of_rank: bool = False) -> None:
-        self.match.stored[key] = stored
+        self.stored[key] = stored
         if key != stored and not is_of_rank:
-            self.match.report.renamed[key] = stored
+            self.report.renamed[key] = stored
 
     def accept(self, key: str, target: Any, refused: str | None) -> bool:
         """Record a selected target, or the reason why it cannot be filled. Return whether it can be filled."""
         if isinstance(target, Deferred) and refused is None:
-            self.match.deferred[key] = target
+            self.deferred[key] = target
             return True
         try:
             if refused is not None:
                 raise CheckpointMismatch(refused)
-            self.match.targets[key] = self._described(target) if is_tensor(target) else None
+            self.targets[key] = self._described(target) if is_tensor(target) else None
         except CheckpointMismatch as error:
-            self.match.problems.append(f"{key} is {error}")
+            self.problems.append(f"{key} is {error}")
             return False
         return True
 
@@ -372,23 +375,23 @@ class Matching:
     def judge_dtypes(self) -> None:
         """Record the targets whose dtype differs. Add a problem if a partial load does not allow conversion."""
         differ: dict[tuple[Any, Any], list[str]] = defaultdict(list)
-        wanted = {key: target.dtype for key, target in self.match.targets.items() if target is not None}
-        wanted |= {key: deferred.dtype for key, deferred in self.match.deferred.items() if deferred.dtype is not None}
-        table, slots, stored = self.index.table, self.index.slots, self.match.stored
+        wanted = {key: target.dtype for key, target in self.targets.items() if target is not None}
+        wanted |= {key: deferred.dtype for key, deferred in self.deferred.items() if deferred.dtype is not None}
+        table, slots, stored = self.index.table, self.index.slots, self.stored
         numbers = table.columns["dtype"][np.array([slots[stored[key]] for key in wanted], np.int64)].tolist()
         for (key, here), number in zip(wanted.items(), numbers, strict=True):
             dtype = None if number == NO_TENSOR else table.torch_dtypes[number]
             if dtype is not None and dtype != here:
                 if torch.can_cast(dtype, here):  # otherwise the planner reports a misfit
                     differ[here, dtype].append(key)
-                self.match.report.cast.append(key)
+                self.report.cast.append(key)
         if self.partial is None or self.partial.cast:
             return
         for (here, saved), keys in differ.items():
-            self.match.problems.append(
+            self.problems.append(
                 f"{some(keys, 3)} {'is' if len(keys) == 1 else 'are'} {here} here and {saved} in the checkpoint: "
                 f"cast=True converts"
             )
 
     def warn(self, message: str) -> None:
-        self.match.warnings.append(message)
+        self.warnings.append(message)

@@ -9,7 +9,7 @@ A checkpoint with ``trainable_only`` is not complete: it leaves out frozen param
    base, which the fingerprint identifies, and the target must still have the loaded bytes (:func:`not_loaded`).
    Otherwise the load is an error, with any ``strict``, and overwrites nothing.
 3. The memory is of the process, not of one ``Checkpointer``. Every load is noted
-   (:data:`~dcp_plugin.core.loading.loaded`). A load takes hashes only if its ``Checkpointer`` has
+   (:data:`~dcp_plugin.core.loading.loaded_parts`). A load takes hashes only if its ``Checkpointer`` has
    ``trainable_only``, because they cost time. A shard cannot be compared if it has no hash or was cut otherwise when it
    was loaded. A save then saves it. For a load the fingerprint decides, if the base was loaded into modules of the
    target.
@@ -29,7 +29,7 @@ from dcp_plugin.core.errors import CheckpointError, some
 from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.payload import hashes_of
 from dcp_plugin.core.format.summary import Base
-from dcp_plugin.core.loading import MOST_LOADED, Loaded, loaded
+from dcp_plugin.core.loading import MOST_REMEMBERED, LoadedPart, loaded_parts
 from dcp_plugin.core.paths import Where, resolved
 from dcp_plugin.core.planning.local_inventory import ties_of
 from dcp_plugin.core.records import OpenCheckpoint
@@ -64,7 +64,7 @@ class _Loads:
 
 
 _loads: dict[str, _Loads] = {}
-"""By fingerprint, in the order of the loads; at most :data:`~dcp_plugin.core.loading.MOST_LOADED`."""
+"""By fingerprint, in the order of the loads; at most :data:`~dcp_plugin.core.loading.MOST_REMEMBERED`."""
 
 
 def remember(state: Flat, names: Mapping[str, str], opened: OpenCheckpoint, threads: int) -> None:
@@ -84,7 +84,7 @@ def remember(state: Flat, names: Mapping[str, str], opened: OpenCheckpoint, thre
         rounded = not _is_exact(tensors[key], opened.index, stored)
         loads.names[key, tensors[key].dtype] = Origin(path, opened.fingerprint, stored, rounded)
         loads.shards[stored] = loads.shards.get(stored, frozenset()) | shards
-    for oldest in list(_loads)[:-MOST_LOADED]:
+    for oldest in list(_loads)[:-MOST_REMEMBERED]:
         del _loads[oldest]
 
 
@@ -152,16 +152,16 @@ def not_loaded(
     ]
 
 
-def _loaded_from(base: Base) -> list[Loaded]:
+def _loaded_from(base: Base) -> list[LoadedPart]:
     """Return the parts of a base that this process has loaded."""
     parts = []
-    for (path, known), part in list(loaded.items()):
+    for (path, known), part in list(loaded_parts.items()):
         fingerprint = known
         if not known:
             with suppress(CheckpointError, OSError), closing(open_checkpoint(path)) as opened:
                 fingerprint = opened.fingerprint
         if fingerprint == base.fingerprint:
-            loaded[path, known] = loaded.pop((path, known), part)  # in use: now the last
+            loaded_parts[path, known] = loaded_parts.pop((path, known), part)  # in use: now the last
             parts.append(part)
     return parts
 

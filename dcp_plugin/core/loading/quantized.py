@@ -25,22 +25,31 @@ from dcp_plugin.core.types import Wanted
 _WAY_OUT = "Dequantize it with the library that has written it"
 
 
-def settle(match: Match, key_maps: Mapping[str, KeyMap], index: CheckpointIndex) -> None:
+def settle(
+    wanted: Mapping[str, Wanted],
+    stored: Mapping[str, str],
+    deferred: dict[str, Any],
+    key_maps: Mapping[str, KeyMap],
+    index: CheckpointIndex,
+) -> None:
     """Take the scales that a load applies off the keys that only the checkpoint has.
 
     A tensor that gets memory later is of the stored dtype otherwise. Here it becomes one of the module's dtype.
+
+    Args:
+        wanted, stored, deferred: As in :class:`~dcp_plugin.core.records.Match`, which is unfinished. They are changed.
     """
     weights = {scaled.scale: key for key, scaled in index.scaled.items() if not scaled.refusal}
     if not weights:
         return
-    taken = set(match.stored.values())
+    taken = set(stored.values())
     for name, key_map in key_maps.items():
-        want = match.wanted[name]
+        want = wanted[name]
         for key, target in want.targets.items():
             scaled = index.scaled.get(key_map.stored(key))
             if isinstance(target, Deferred) and scaled and not scaled.refusal and scaled.scale not in taken:
                 made = replace(target, entry=replace(target.entry, dtype=target.dtype or torch.float32))
-                want.targets[key] = match.deferred[join(name, key)] = made
+                want.targets[key] = deferred[join(name, key)] = made
         _drop_scales(want, key_map, weights)
 
 
@@ -50,22 +59,22 @@ def _drop_scales(want: Wanted, key_map: KeyMap, weights: Mapping[str, str]) -> N
     Args:
         weights: Key of a scale -> the key of its weight.
     """
-    handed = {key_map.stored(key) for key in want.extra}
+    handed = {key_map.stored(key) for key in want.extra_targets}
 
     def is_idle(key: str) -> bool:
         stored = key_map.stored(key)
         if stored in weights:
             return weights[stored] not in handed
-        return stored.rpartition(".")[2] in NOT_OF_WEIGHTS and key not in want.in_room
+        return stored.rpartition(".")[2] in NOT_OF_WEIGHTS and key not in want.extra_in_gaps
 
     want.unexpected = [key for key in want.unexpected if not is_idle(key)]
-    want.extra = {key: target for key, target in want.extra.items() if not is_idle(key)}
+    want.extra_targets = {key: target for key, target in want.extra_targets.items() if not is_idle(key)}
 
 
-def judge(match: Match, index: CheckpointIndex) -> None:
-    """Decide for each quantized tensor of a match if it is multiplied with its scale. Add a problem for each target
-    that would be filled without the scale, and for each target that is stored packed."""
-    taken, problems = set(match.stored.values()), list[str]()
+def judged(match: Match, index: CheckpointIndex) -> Match:
+    """Decide for each quantized tensor of a match if it is multiplied with its scale. Return the match with a
+    problem for each target that would be filled without the scale, and for each target that is stored packed."""
+    taken, problems, scales = set(match.stored.values()), list[str](), dict[str, bool]()
     for key, name in match.stored.items():
         target: Any = match.deferred.get(key) or match.targets.get(key)
         scaled = index.scaled.get(name)
@@ -73,7 +82,7 @@ def judge(match: Match, index: CheckpointIndex) -> None:
             continue
         stored, dtype = index.table.dtype_of(index.slots[name]), target.dtype or target.entry.dtype
         is_raw = scaled.scale in taken or (dtype == stored and not scaled.needs_scale)
-        match.scales[name] = not is_raw
+        scales[name] = not is_raw
         if not is_raw and (reason := scaled.refusal or (dtype.itemsize == 1 and f"{dtype} cannot hold the product")):
             problems.append(
                 f"{key} is {dtype} here and quantized in the checkpoint: {stored}, to be multiplied with "
@@ -86,4 +95,4 @@ def judge(match: Match, index: CheckpointIndex) -> None:
         for key in match.report.missing
         if key in index.scaled
     ]
-    match.problems[:0] = first(problems)
+    return replace(match, problems=[*first(problems), *match.problems], scales=scales)

@@ -134,7 +134,7 @@ def about_excluded(summary: Summary | None, missing: Iterable[str]) -> list[str]
     return [f"{some(excluded, 3)} left out at save by exclude={globs!r}"] if excluded else []
 
 
-def taken_by(renames: Iterable[Fit], keys: Iterable[str]) -> set[str]:
+def explained_by(renames: Iterable[Fit], keys: Iterable[str]) -> set[str]:
     """Return the keys of the checkpoint to which the renames map the target's keys."""
     keys = list(keys)
     return {fit.there + key.removeprefix(fit.here) for fit in renames for key in keys if key.startswith(fit.here)}

@@ -364,6 +364,8 @@ class Medium(Protocol):
 
         Raises:
             OSError: The final name is unchanged.
+            SaveFailed: In a store: another process has published a save to the path meanwhile, or has taken this one
+                for dead. The final name is unchanged.
             DurabilityUnknown: The checkpoint is published, but a loss of power may undo that.
         """
 

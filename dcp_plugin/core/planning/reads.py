@@ -55,7 +55,11 @@ class ReadPlanner:
         self.misfits = [
             reason
             for key, layout in self._layouts.items()
-            if (reason := misfit(key, targets[key], layout, lost.get(stored[key], scale_of(stored[key], index.slots))))
+            if (
+                reason := misfit_of(
+                    key, targets[key], layout, lost.get(stored[key], scale_of(stored[key], index.slots))
+                )
+            )
         ]
         """A line for each target that cannot be filled: its shape or kind differs."""
 
@@ -96,7 +100,7 @@ class ReadPlanner:
         ):
             if is_alone and target.dtype == dtypes[dtype] and target.shape == shape and len(target.chunks) == 1:
                 (chunk,) = target.chunks
-                if chunk.sizes == shape and _takes(target, length) and name not in index.strides:
+                if chunk.sizes == shape and _can_hold(target, length) and name not in index.strides:
                     chunks[key] = BoxRead(name, row, chunk.tensor, chunk.offsets, shape, True)
         return chunks
 
@@ -112,7 +116,7 @@ class ReadPlanner:
             return None
         row = index.rows_of(name)[number]
         _, _, start, length = index.columns["place"][row].tolist()
-        fits = start >= 0 and length <= LARGEST_CHUNK and _takes(target, length)
+        fits = start >= 0 and length <= LARGEST_CHUNK and _can_hold(target, length)
         corner = (0,) * len(chunk.sizes)
         return BoxRead(name, row, chunk.tensor, corner, chunk.sizes, chunk.sizes == target.shape) if fits else None
 
@@ -212,7 +216,7 @@ class StoredLayout:
         return np.flatnonzero(in_all(touching)).tolist()
 
 
-def _takes(target: ShardedValue, length: int) -> bool:
+def _can_hold(target: ShardedValue, length: int) -> bool:
     """Return whether a payload of ``length`` bytes can be read straight into the memory of the target's only chunk."""
     tensor = target.chunks[0].tensor
     same = 0 < length == tensor.nbytes and target.dtype == tensor.dtype and not target.stored_whole
@@ -224,7 +228,7 @@ def scale_of(name: str, keys: Container[str]) -> str:
     return next((scale for end in ("_scale_inv", "_scale") if (scale := name + end) in keys), "")
 
 
-def misfit(key: str, target: Any, stored: StoredLayout, scale: str) -> str:
+def misfit_of(key: str, target: Any, stored: StoredLayout, scale: str) -> str:
     """Return the reason why a target cannot be filled; empty if it can be filled.
 
     Args:

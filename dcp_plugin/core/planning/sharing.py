@@ -44,8 +44,8 @@ _ALONE = 256 << 10
 _TENSOR_ALIGNMENT = 16
 
 
-def least_hosts(policy: bool | Literal["auto"], many: int, hosts: int) -> float:
-    """Return the number of hosts that must want the same bytes before ranks share reads; infinity to share none.
+def least_hosts(policy: bool | Literal["auto"], many: int, hosts: int) -> int | None:
+    """Return the number of hosts that must want the same bytes before ranks share reads; None to share none.
 
     Args:
         policy: ``io.broadcast`` of the configuration.
@@ -54,8 +54,8 @@ def least_hosts(policy: bool | Literal["auto"], many: int, hosts: int) -> float:
         hosts: Number of hosts of all ranks together.
     """
     if policy == "auto":
-        return many if hosts >= many else float("inf")
-    return 1 if policy else float("inf")
+        return many if hosts >= many else None
+    return 1 if policy else None
 
 
 class _Read(NamedTuple):
@@ -79,7 +79,7 @@ class BroadcastRead:
         label: Name of the checkpoint in messages.
     """
 
-    def __init__(self, ranks: Ranks, least: float, host: str, label: str) -> None:
+    def __init__(self, ranks: Ranks, least: int, host: str, label: str) -> None:
         self._ranks, self._least, self._host, self._label = ranks, least, host, label
         self._mine: list[BoxRead] = []
         self._memory = host_bytes(0)

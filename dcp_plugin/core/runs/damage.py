@@ -45,8 +45,10 @@ def quarantine_damaged(ranks: Ranks, path: PathLike, restores: bool) -> Iterator
     """Quarantine a damaged checkpoint if the enclosed load is that of an automatic resume. Collective.
 
     The error is raised all the same: some frameworks cannot continue with an older checkpoint after a failed load. The
-    next start takes an older checkpoint. A caller's resume ends with its first successful load. An integration may need
-    several loads, so each of its loads counts.
+    next start takes an older checkpoint.
+
+    The first successful load ends a resume whose checkpoint the caller loads. It does not end a resume of an
+    integration, which may need several loads.
 
     Args:
         restores: The load is :meth:`~dcp_plugin.checkpointer.Internals.restore`, which integrations call.
@@ -100,6 +102,12 @@ def set_aside(path: Where, error: CheckpointCorrupt) -> bool:
 
 
 def _is_damage(path: Where, error: CheckpointCorrupt) -> bool:
+    """Return whether an error is about the bytes of the checkpoint at ``path``.
+
+    A ``load_state_dict`` or a hook may load another checkpoint during the load, and that one may be damaged. The
+    message decides, because an error from another rank arrives as a class and a text. So each message about damage
+    must have the path of its checkpoint.
+    """
     if isinstance(error, CheckpointUnreadable) or str(path) not in str(error):
         return False
     try:

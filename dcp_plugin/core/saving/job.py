@@ -116,16 +116,16 @@ class SavePipeline:
         self.exchange.forget()
         self._local = None
 
-    def loaded(self, state: Mapping[str, Any], report: LoadReport, opened: OpenCheckpoint, ranks: Ranks) -> None:
+    def note_loaded(self, state: Mapping[str, Any], report: LoadReport, opened: OpenCheckpoint, ranks: Ranks) -> None:
         """Remember the loaded checkpoint for the next save. Collective with ``trainable_only``."""
         self.last_loaded = opened.path
         if self.reuse is not None:
-            self.reuse.loaded(opened.path)
+            self.reuse.note_loaded(opened.path)
         if self._config.trainable_only:
             ranks.agree(f"remember what {opened.path} has", lambda: self._remember(state, report, opened))
 
     def _remember(self, state: Mapping[str, Any], report: LoadReport, opened: OpenCheckpoint) -> None:
-        leaves, _ = gather_state([part for part in adapters_of(state) if part.kind == "module"])
+        leaves, _ = gather_state([adapter for adapter in adapters_of(state) if adapter.kind == "module"])
         tensors = {key: leaf for key, leaf in leaves.items() if is_tensor(leaf) or isinstance(leaf, ShardedValue)}
         names = {key: report.renamed.get(key, key) for key in report.loaded if key in tensors}
         from dcp_plugin.core.loading import origins  # only trainable_only needs it
@@ -141,35 +141,35 @@ class SavePipeline:
 
             self._local = RankLocal()
         this_rank = RankAndSize(ranks.rank, ranks.size)
-        parts = adapters_of(live.state, bool(self._config.stock_aliases), this_rank, live.is_data)
-        leaves, paths = gather_state(parts)
-        kinds = {part.name: part.kind for part in parts if part.kind in ("module", "optimizer")}
+        adapters = adapters_of(live.state, bool(self._config.stock_aliases), this_rank, live.is_data)
+        leaves, paths = gather_state(adapters)
+        kinds = {adapter.name: adapter.kind for adapter in adapters if adapter.kind in ("module", "optimizer")}
         kept = leaves if self.selection is None else self.selection.without_excluded(leaves)
-        optimizers = optimizers_in(parts, live.kinds, live.owners)
+        optimizers = optimizers_in(adapters, live.kinds, live.owners)
         shards = {name: optimizer.shards() for name, optimizer in optimizers.items()}
-        classes = {name: adapter.classes() for name, adapter in optimizers.items()}
+        classes = {name: optimizer.classes() for name, optimizer in optimizers.items()}
         compares = ranks.size > 1 and not self._has_compared
-        shared = shared_keys(live, parts, kept) if compares else frozenset()
+        shared = shared_keys(live, adapters, kept) if compares else frozenset()
         details = StateDetails(
             paths,
             {**live.kinds, **kinds},
             classes,
-            self._replicas(kept, live, parts) if ranks.size > 1 else frozenset(),
-            frozenset(part.entry.above for part in parts if part.entry is not None),
+            self._replicas(kept, live, adapters) if ranks.size > 1 else frozenset(),
+            frozenset(adapter.entry.above for adapter in adapters if adapter.entry is not None),
             shards,
             plain_metrics(live.metrics),
             shared,
         )
         return GatheredState(kept, details)
 
-    def _replicas(self, leaves: Mapping[str, Any], live: LiveState, parts: list[StateAdapter]) -> frozenset[str]:
+    def _replicas(self, leaves: Mapping[str, Any], live: LiveState, adapters: list[StateAdapter]) -> frozenset[str]:
         """Return the keys of parameters and of optimizer state.
 
         They follow from the keys of all leaves. So the modules are walked only if the keys of all leaves have changed.
         """
         keys, replicas = self._module_keys
         if leaves.keys() != keys:
-            replicas = replica_keys(leaves, parts, live.kinds, live.owners)
+            replicas = replica_keys(leaves, adapters, live.kinds, live.owners)
             self._module_keys = frozenset(leaves), replicas
         return replicas
 

@@ -300,7 +300,7 @@ class TreeAdapter(StateAdapter):
         # A checkpoint may lack an empty mapping: stock stores no key for it.
         needed = {key: value for key, value in current.items() if key in stored or not is_empty_mapping(value)}
         self._order = list(current)
-        wanted = Wanted(missing=self.missing(needed, stored), empty=not needed and not stored)
+        wanted = Wanted(missing=self.missing(needed, stored), saved_empty=not needed and not stored)
         self._empty = {
             key: value for key, value in current.items() if key not in needed and not has_keys_below(key, stored)
         }
@@ -317,19 +317,21 @@ class TreeAdapter(StateAdapter):
             if target is not None:
                 wanted.targets[key] = target
             else:
-                wanted.extra[key] = Deferred(entry)
+                wanted.extra_targets[key] = Deferred(entry)
                 if _has_room(key, current):
-                    wanted.in_room.add(key)
+                    wanted.extra_in_gaps.add(key)
             if target is not existing and is_tensor(existing) and shape_of(existing) not in (None, entry.shape):
                 wanted.resized[key] = with_memory(existing)
             # A tensor that torch.save stores fills only a tensor of its own class, which new memory is not.
             is_new = target is None or (target is not existing and type(target) is torch.Tensor)
             if is_new and entry.stored_whole:  # tested second: it decodes the places of chunks
-                wanted.refused[key] = f"{OF_ITS_OWN_CLASS}: have one there to load into"
+                wanted.unfillable[key] = f"{OF_ITS_OWN_CLASS}: have one there to load into"
         if not wanted.missing:
-            wanted.lacking = {key: value for key, value in needed.items() if key not in stored and is_tensor(value)}
+            wanted.missing_tensors = {
+                key: value for key, value in needed.items() if key not in stored and is_tensor(value)
+            }
         self._paths = paths_as_stored(stored, current_paths, paths)
-        self._paths |= {key: current_paths[key] for key in (*self._empty, *wanted.lacking)}
+        self._paths |= {key: current_paths[key] for key in (*self._empty, *wanted.missing_tensors)}
         return wanted
 
     def _memory_for(self, entry: StoredTensor, existing: Any) -> Any:

@@ -83,15 +83,23 @@ class ListAdapter(StateAdapter):
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
         self._wants: list[Wanted] = [part.want(stored, paths) for part in self.parts]
         merged = Wanted(**{name: _merged([vars(want)[name] for want in self._wants]) for name in vars(Wanted())})
-        merged.extra = {key: target for key, target in merged.extra.items() if key not in merged.targets}
+        merged.extra_targets = {
+            key: target for key, target in merged.extra_targets.items() if key not in merged.targets
+        }
         of_all = set(merged.unexpected).intersection(*(want.unexpected for want in self._wants))
         merged.unexpected = [key for key in merged.unexpected if key in of_all]
-        merged.unmatched = merged.unmatched if all(want.unmatched for want in self._wants) else []
+        merged.prefix_candidates = (
+            merged.prefix_candidates if all(want.prefix_candidates for want in self._wants) else []
+        )
         if any(split_key(key)[1].isdecimal() for key in merged.stored_as.values()):
-            merged.unfit = "has numbers instead of parameter names in the checkpoint, which only one optimizer can take"
+            merged.unusable = (
+                "has numbers instead of parameter names in the checkpoint, which only one optimizer can take"
+            )
         # An entry that no object has is for the hooks of all. The keys are kept here, because the match changes the
         # merged result.
-        self._taken = [want.targets.keys() | (want.extra.keys() & merged.extra.keys()) for want in self._wants]
+        self._taken = [
+            want.targets.keys() | (want.extra_targets.keys() & merged.extra_targets.keys()) for want in self._wants
+        ]
         return merged
 
     def check(self, values: Mapping[str, Any], strict: bool) -> None:
@@ -101,12 +109,16 @@ class ListAdapter(StateAdapter):
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> Incompatible:
         report, taken = Incompatible(), set[str]()
         for part, want, keys in zip(self.parts, self._wants, self._taken, strict=True):
-            mine = {*keys, *want.lacking, *want.missing}  # frozen parameters left out are missing, and in ``filled``
-            own = {key: want.lacking.get(key, value) for key, value in filled.items() if key in mine}
+            mine = {
+                *keys,
+                *want.missing_tensors,
+                *want.missing,
+            }  # frozen parameters left out are missing, and in ``filled``
+            own = {key: want.missing_tensors.get(key, value) for key, value in filled.items() if key in mine}
             if self.kind != "module":  # a module copies values into its memory; other objects would share them
                 own |= {key: copy.deepcopy(own[key]) for key in own.keys() & taken}
             taken |= own.keys()
-            if own or want.empty:
+            if own or want.saved_empty:
                 result = part.take(own, read, strict) or Incompatible()
                 report = Incompatible(
                     **{name: _merged([vars(report)[name], vars(result)[name]]) for name in vars(report)}

@@ -124,14 +124,14 @@ class ModuleLoad:
         self._parts: dict[str, list[str]] = {}  # key in ``_free`` -> the stored names of its leaves
         self._tied: dict[str, str] = {}  # tied weight -> its other name, under which the checkpoint has it
         self._wanted: set[str] = set()
-        self._undecided: set[str] = set()
+        self._left_to_hooks: set[str] = set()
         self.unapplied: dict[str, Any] = {}
         """State that was read and not applied, by clean FQN."""
 
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
         """Decide what to read, given the stored entries.
 
-        Missing keys that the module's own code may provide are ``undecided``.
+        Missing keys that the module's own code may provide are ``left_to_hooks``.
         """
         self._paths, values = paths, self.state.values
         self._parts = defaultdict(list)
@@ -169,18 +169,20 @@ class ModuleLoad:
             values[key] = values[other]
         self._wanted = set(targets)
         absent = [key for key in absent if key not in self._tied]
-        self._undecided = {key for key in absent if _is_below(key, self._judging | self._forgiving)}
+        self._left_to_hooks = {key for key in absent if _is_below(key, self._judging | self._forgiving)}
         is_unmatched = not any(key in stored for key in values)
         return Wanted(
             targets,
-            missing=[key for key in absent if key not in self._undecided],
+            missing=[key for key in absent if key not in self._left_to_hooks],
             unexpected=[key for key in stored if key not in targets and key not in extra],
-            extra=extra,
-            unmatched=([key for key in values if key not in self._free] or list(values)) if is_unmatched else [],
-            undecided=[key for key in absent if key in self._undecided],
+            extra_targets=extra,
+            prefix_candidates=([key for key in values if key not in self._free] or list(values))
+            if is_unmatched
+            else [],
+            left_to_hooks=[key for key in absent if key in self._left_to_hooks],
             received=received,
-            refused=refused,
-            empty=self._overridden and not values,
+            unfillable=refused,
+            saved_empty=self._overridden and not values,
         )
 
     def take(self, filled: Mapping[str, Any], read: Read, strict: bool) -> Incompatible:
@@ -200,7 +202,7 @@ class ModuleLoad:
         elif self._fsdp1:
             apply_module(self._module, {**self.state.values, **self._values_below("")}, strict=False)
         elif self._overridden:
-            silent_report = Incompatible([] if strict else [self.state.raw[key] for key in self._undecided])
+            silent_report = Incompatible([] if strict else [self.state.raw[key] for key in self._left_to_hooks])
             state: OrderedDict[str, Any] = self._handed_to("")
             state._metadata = self.state.metadata  # type: ignore[attr-defined]
             report = call_load_state_dict(self._module, state, self.state.raw.values(), strict) or silent_report
@@ -209,7 +211,7 @@ class ModuleLoad:
             report.unexpected += self._lost()
         clean = self.state.clean
         # Keys that are in no state dict of the module are never saved, so they are not missing.
-        unknown = self._missing_in_place - self._undecided
+        unknown = self._missing_in_place - self._left_to_hooks
         missing = [key for key in dict.fromkeys(map(clean, report.missing)) if key not in self._tied.keys() | unknown]
         return Incompatible(missing, list(dict.fromkeys(map(clean, report.unexpected))), report.errors)
 

@@ -63,6 +63,9 @@ def adapters_of(
 ) -> list[StateAdapter]:
     """Return the adapters of a state: of modules, of optimizers, of ``Stateful`` objects, of data.
 
+    Modules are resharded: after a forward under ``no_grad``, FSDP2's root has gathered parameters, which no optimizer
+    has. Nothing else in the state changes.
+
     Objects are sorted by name. Their methods may communicate, so all ranks must call them in the same order. The order
     of a state may differ between ranks, for example if it is made from a set. Data keeps the order of the state.
 
@@ -101,7 +104,7 @@ def adapters_of(
         ModuleAdapter(name, value) for name, value in of_modules.items() if not isinstance(value, (NamesOnly, Parts))
     ]
     for module in modules.values():
-        reshard(module)  # after a forward under no_grad, FSDP2's root has gathered parameters, which no optimizer has
+        reshard(module)  # before the optimizers below, which look for their parameters in the modules
     for name, owner, key, value, entry in named_objects:
         if type(value) in LEAVES:
             adapters.append(ValueAdapter(name, owner, key, entry))

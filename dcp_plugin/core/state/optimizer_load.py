@@ -144,7 +144,7 @@ class OptimizerLoad:
         # ZeroRedundancyOptimizer has the state of each parameter on one rank only.
         if (owned := getattr(optimizer, "owned", None)) is not None:
             self._slots = defaultdict(dict, {f: s for f, s in self._slots.items() if id(self._layouts.get(f)) in owned})
-        if not self.wanted.unfit:
+        if not self.wanted.unusable:
             self._add_targets()
 
     def _sort_entries(self, stored: Mapping[str, Entry], takes_extras: bool) -> None:
@@ -177,7 +177,7 @@ class OptimizerLoad:
         self._numbers = {number: fqn for fqn, number in numbers_of(self._groups).items()}
         has_numbers = self._here.isdisjoint(self._slots) and all(map(str.isdecimal, self._slots))
         if self._group_list and not self._hyper and has_numbers:
-            self.wanted.unfit = self._take_numbered()
+            self.wanted.unusable = self._take_numbered()
         stored_names = set(self._slots) | set(self._hyper) | {fqn for fqn, _ in self._local}
         listed_only = bool(self._group_list) and not self._hyper  # then the parameters of the save are unknown
         if not listed_only:
@@ -241,7 +241,9 @@ class OptimizerLoad:
             _, self.wanted.stored_as[f"state.{fqn}.{slot}"] = min(fitting)
             self._slots[fqn][slot] = stored[self.wanted.stored_as[f"state.{fqn}.{slot}"]]
         else:  # a rank without a part of the parameter needs none of its state
-            (self.wanted.lost if box != ((), ()) else self.wanted.for_other_ranks).append(f"state.{fqn}.{slot}")
+            (self.wanted.lost_per_rank if box != ((), ()) else self.wanted.per_rank_of_others).append(
+                f"state.{fqn}.{slot}"
+            )
 
     def _take_numbered(self) -> str:
         """Assign numbered state to parameters by their order. Return the reason if that is impossible, else an empty
@@ -277,18 +279,15 @@ class OptimizerLoad:
                 if isinstance(entry, StoredTensor):
                     existing = laid_out_like(self._live.slots.get(fqn, {}).get(slot), self._layouts[fqn])
                     usable = isinstance(existing, torch.Tensor) and shape_of(existing) == entry.shape
-                    # An optimizer's own class of tensors cannot be allocated here: it has to be there, or be torchao's.
-                    made = new_state(self._optimizer, self._layouts[fqn], slot) if entry.stored_whole else None
-                    new = self._allocate(fqn, entry, own=(fqn, slot) in self._local) if made is None else made
-                    targets[key] = existing if usable else new
+                    targets[key] = existing if usable else self._allocate(fqn, slot, entry)
                     if entry.stored_whole and not usable and not sharded_value(targets[key]).stored_whole:
-                        self.wanted.refused[key] = f"{OF_ITS_OWN_CLASS}, and not there yet: {_HAVE_STATE}"
+                        self.wanted.unfillable[key] = f"{OF_ITS_OWN_CLASS}, and not there yet: {_HAVE_STATE}"
                 else:
                     targets[key] = None
             for field, entry in self._hyper.get(fqn, {}).items():
                 targets[f"param_groups.{fqn}.{field}"] = _target_for(entry)
         targets.update({key: _target_for(entry) for key, entry in self._group_list.items()})
-        memory = Memory(self._module, self.wanted.refused)
+        memory = Memory(self._module, self.wanted.unfillable)
         current, _ = flatten_tree(
             {GLOBAL: self._live.global_state, EXTRA_STATE: self._live.extras}, walked_as_stored(self._beside)
         )
@@ -385,7 +384,7 @@ class OptimizerLoad:
 
     def _is_complete(self, fqn: str, filled: Mapping[str, Any]) -> bool:
         """Return whether ``filled`` has all state of a parameter that the checkpoint has."""
-        lost = any(key.startswith(f"state.{fqn}.") for key in self.wanted.lost)
+        lost = any(key.startswith(f"state.{fqn}.") for key in self.wanted.lost_per_rank)
         return all(f"state.{fqn}.{name}" in filled for name in self._slots[fqn]) and not lost
 
     def _trees_of(self, filled: Mapping[str, Any], name: str, current: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -411,12 +410,15 @@ class OptimizerLoad:
                 fields[self._numbers.get(fqn, fqn)] = fields_of(group)
         return state, fields
 
-    def _allocate(self, fqn: str, entry: StoredTensor, own: bool) -> Any:
-        """Allocate a slot that the optimizer does not have yet.
+    def _allocate(self, fqn: str, slot: str, entry: StoredTensor) -> Any:
+        """Allocate a slot that the optimizer does not have in the stored shape.
 
         A slot with the shape of its parameter is distributed like the parameter, unless it is this rank's own.
         """
-        like = self._layouts[fqn]
+        like, own = self._layouts[fqn], (fqn, slot) in self._local
+        # An optimizer's own class of tensors cannot be allocated here: it has to be there, or be torchao's.
+        if entry.stored_whole and (made := new_state(self._optimizer, like, slot)) is not None:
+            return made
         if entry.shape == sharded_value(like).shape and not own:  # a ShardedTensor warns when asked for its size
             return empty_like(like, self._dtype_of_slot(entry.dtype, like))
         on_device = entry.shape != () or self._steps_on_device(fqn)
@@ -493,12 +495,12 @@ class OwnLayoutLoad:
         self.wanted = Wanted(missing=[] if stored else [""])
         """Wanted state. Targets are keys that the optimizer has, or that name a parameter of this rank. All other keys
         are extra, since they may belong to another pipeline stage."""
-        memory = Memory(module, self.wanted.refused)
+        memory = Memory(module, self.wanted.unfillable)
         for key, entry in stored.items():
             if key not in self.current and memory.parameter_in(key) is None:
-                self.wanted.extra[key] = Deferred(entry) if isinstance(entry, StoredTensor) else None
+                self.wanted.extra_targets[key] = Deferred(entry) if isinstance(entry, StoredTensor) else None
                 if isinstance(entry, StoredTensor) and (reason := memory.refusal(entry)):
-                    self.wanted.refused[key] = reason
+                    self.wanted.unfillable[key] = reason
             elif isinstance(entry, StoredTensor):
                 self.wanted.targets[key] = memory.of(key, entry, self.current.get(key))
             else:

@@ -127,9 +127,9 @@ class IntoMemory(Fetch):
         views = [self.memory]
         # The rest of the first and the last checksum block is not wanted, but must be read to check the blocks.
         if begin < self.start:
-            views.insert(0, memory_view(block.take(self.start - begin)))
+            views.insert(0, memory_view(block.reserve(self.start - begin)))
         if stop < end:
-            views.append(memory_view(block.take(end - stop)))
+            views.append(memory_view(block.reserve(end - stop)))
         return [(begin, end, views)]
 
 
@@ -149,7 +149,7 @@ class IntoTensor(Fetch):
 
     def parts(self, block: Block) -> list[Part]:
         origin = self.ranges[0][0]
-        self._bytes = block.take(self.ranges[-1][1] - origin)
+        self._bytes = block.reserve(self.ranges[-1][1] - origin)
         memory = memory_view(self._bytes)
         return [(begin, end, [memory[begin - origin : end - origin]]) for begin, end in self.ranges]
 

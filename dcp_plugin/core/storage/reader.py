@@ -81,9 +81,11 @@ class CheckpointReader:
         self.unchecked_bytes = 0
         """Bytes among these whose block was read only in part, so that its checksum could not be compared."""
 
-    @property
-    def opened(self) -> OpenCheckpoint:
-        """Open checkpoint; opened at the first use."""
+    def open(self) -> OpenCheckpoint:
+        """Open the checkpoint at the first call, and return it. Later calls return the same one, until :meth:`reset`.
+
+        The properties of this class call it.
+        """
         if self._opened is None:
             self._opened = self._opened_in_source() or open_checkpoint(self.path, self._check_files, self.salvages)
             self.path = self._opened.path
@@ -114,28 +116,28 @@ class CheckpointReader:
 
     @property
     def index(self) -> CheckpointIndex:
-        return self.opened.index
+        return self.open().index
 
     @property
     def fingerprint(self) -> str:
         """Hash of the table of contents: equal for the same checkpoint, wherever it is stored."""
-        return self.opened.fingerprint
+        return self.open().fingerprint
 
     @property
-    def save(self) -> tuple[str, str]:
-        """Identity that is equal on ranks that read the same save: a hash of the content, and an id that
+    def identity(self) -> tuple[str, str]:
+        """Identity of the save, equal on ranks that read the same save: a hash of the content, and an id that
         distinguishes saves of the same content."""
-        return self.opened.identity, self.opened.save_id
+        return self.open().identity, self.open().save_id
 
     @property
     def summary(self) -> Summary | None:
         """Content of ``dcp_plugin.json``; None for a checkpoint of another tool."""
-        return self.opened.summary
+        return self.open().summary
 
     @property
     def kinds(self) -> dict[str, str]:
         """Kind of each name, ``module`` or ``optimizer``, if the checkpoint records it."""
-        return self.opened.kinds
+        return self.open().kinds
 
     def reset(self) -> None:
         """Close the checkpoint. The next use opens the checkpoint that is at the path then."""
@@ -158,11 +160,11 @@ class CheckpointReader:
             names = set(self.index.files)  # finding only those of the plan would take longer
         else:
             names = self._files_of(plan, keys)
-            check_files(self.opened, names)
+            check_files(self.open(), names)
         try:
-            self.opened.files.pin(names)
+            self.open().files.pin(names)
         except OSError as error:
-            raise gone_or_damaged(self.opened.files, f"cannot open {error.filename}", error) from error
+            raise gone_or_damaged(self.open().files, f"cannot open {error.filename}", error) from error
 
     def read(self, plan: ReadPlan) -> dict[str, bytes | bytearray]:
         """Fill the targets of a plan, and return the bytes of its values by key in the checkpoint.
@@ -171,7 +173,7 @@ class CheckpointReader:
             CheckpointCorrupt, CheckpointNotFound, CheckpointUnreadable: The message names file and key. Targets may be
                 partly filled.
         """
-        files, location_of = self.opened.files, self.index.places.location
+        files, location_of = self.open().files, self.index.places.location
         with suppress(OSError):  # the read of the key reports the error
             files.pin(self._files_of(plan))
         boxes, chunks = [self._box(read) for read in plan.boxes], plan.chunks
@@ -222,7 +224,7 @@ class CheckpointReader:
         return bytes(self.read(ReadPlan(values={key: key}))[key])
 
     def _read(self, fetches: list[Fetch], chunks: Sequence[BoxRead] = ()) -> None:
-        files = self.opened.files
+        files = self.open().files
         batches = [
             *reading.batches_of(fetches, files.cost),
             *reading.batches_of_chunks(chunks, self.index, files.cost, self._verify),
@@ -257,7 +259,7 @@ class CheckpointReader:
             return boxes
         from dcp_plugin.core.storage.stock.stock_items import recognise
 
-        self.bytes_read += recognise(self.opened.files, unknown, self._layouts)
+        self.bytes_read += recognise(self.open().files, unknown, self._layouts)
         places = ((box.chunk.location.file, box.chunk.location.offset) for box in boxes)
         pairs = zip(boxes, map(self._layouts.get, places), strict=True)
         return [box if chunk is None else box._replace(chunk=chunk) for box, chunk in pairs]
@@ -292,14 +294,14 @@ class CheckpointReader:
         if chunk.location.payload_offset is None:
             from dcp_plugin.core.storage.stock.stock_items import tensor_in
 
-            def take(item: bytearray) -> None:
+            def fill_from(item: bytearray) -> None:
                 transforms = self._transforms(chunk.location)
                 loaded = tensor_in(self.path, key, item, chunk, dtype, (offsets, sizes), target, transforms)
-                self._take(key, loaded, target)
+                self._copy_into(key, loaded, target)
 
-            yield fetch.of_item(key, chunk.location, take, block)
+            yield fetch.of_item(key, chunk.location, fill_from, block)
         else:
-            gap = self.opened.files.cost.gap
+            gap = self.open().files.cost.gap
             yield from fetch.of_box(key, chunk, dtype, (offsets, sizes), target, block, gap)
 
     def _block(self, location: Location) -> int | None:
@@ -313,9 +315,9 @@ class CheckpointReader:
             return
         memory = torch.empty(box.read.sizes, dtype=box.dtype, device="cpu")
         self._read(list(self._fetches(box, memory)))
-        self._take(box.read.key, memory, target)
+        self._copy_into(box.read.key, memory, target)
 
-    def _take(self, key: str, loaded: torch.Tensor, target: torch.Tensor) -> None:
+    def _copy_into(self, key: str, loaded: torch.Tensor, target: torch.Tensor) -> None:
         try:
             fill(target, loaded)
         except CheckpointMismatch as error:

@@ -115,7 +115,7 @@ class Reuse:
         self.previous: Where | None = None
         """Path of the last checkpoint."""
 
-    def loaded(self, path: Where) -> None:
+    def note_loaded(self, path: Where) -> None:
         """Make a checkpoint that was loaded the last one. Its index is read by the next save."""
         self._loaded = path
 

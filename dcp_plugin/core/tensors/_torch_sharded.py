@@ -46,6 +46,13 @@ def described(value: Any, any_rank: bool) -> ShardedValue:
         return _of_protocol(value, tuple(value.shape), value.dtype)
     if all(hasattr(value, name) for name in CHECKPOINTABLE):
         return _of_chunks(tuple(value.global_shape), value.dtype, _chunks_from_fields(value))
+    if hasattr(value, "__create_write_items__"):  # stock saves its shards, and loads into it as a complete tensor
+        raise CheckpointMismatch(
+            f"a {type(value).__name__}, which has __create_write_items__ but not __create_chunk_list__: its shards "
+            f"cannot be found. Add __create_chunk_list__ and __get_tensor_shard__ to the class."
+        )
+    # Any other subclass with ordinary memory is complete on each rank. Stock stores it so, too: its one write item has
+    # offset 0 and the shape of the tensor. A class of shards that has no protocol of DCP cannot be recognised.
     return of_full(value, any_rank)
 
 

@@ -49,14 +49,14 @@ class Block:
     def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"
         self.memory = host_bytes(BLOCK, pinned=cuda)
-        self._taken = 0
+        self._reserved = 0
         self._event = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
         self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
 
-    def take(self, count: int) -> torch.Tensor:
+    def reserve(self, count: int) -> torch.Tensor:
         """Return the next ``count`` bytes, aligned for any dtype, or fresh memory if the block is used up."""
-        start, self._taken = self._taken, self._taken + count + -count % 64
-        return self.memory[start : start + count] if self._taken <= BLOCK else host_bytes(count)
+        start, self._reserved = self._reserved, self._reserved + count + -count % 64
+        return self.memory[start : start + count] if self._reserved <= BLOCK else host_bytes(count)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Start a copy between the device and this block; :meth:`wait` waits for it."""
@@ -69,7 +69,7 @@ class Block:
 
     def wait(self) -> None:
         """Wait until the last copy is done, and free the complete block."""
-        self._taken = 0
+        self._reserved = 0
         if self._event is not None:
             self._event.synchronize()
 
@@ -105,7 +105,7 @@ class Rings:
         copies_under_way: deque[tuple[Block, int]] = deque()
         for part in parts_of(tensor, BLOCK):
             block = self.next(tensor.device)
-            block.copy(block.take(part.nbytes).view(part.dtype).view(part.shape), part)
+            block.copy(block.reserve(part.nbytes).view(part.dtype).view(part.shape), part)
             copies_under_way.append((block, part.nbytes))
             if len(copies_under_way) == len(self._blocks[tensor.device]):
                 yield _arrived(*copies_under_way.popleft())

@@ -54,7 +54,7 @@ class Beside:
         Raises:
             CheckpointNotFound: The folder cannot be read, or has no ``config.json``.
         """
-        files, outside = _small_files(reader.opened.files)
+        files, outside = _small_files(reader.open().files)
         left_out = [f"{name} was left out: it is a link that leads out of the checkpoint." for name in outside]
         if config is not None:
             folder = as_path(config)

@@ -21,7 +21,7 @@ from tests.damage import flip
 from tests.launch import gathered, on_ranks
 from tests.layouts import build, train, whole_state, wrap
 
-NEVER, ALWAYS = float("inf"), 1
+NEVER, ALWAYS = None, 1
 _OF_A_DISK = ReadCost().hosts
 
 
@@ -38,7 +38,7 @@ _OF_A_DISK = ReadCost().hosts
     ],
 )
 def test_who_reads_for_whom_follows_from_the_medium_and_the_hosts(
-    policy: Any, from_store: bool, hosts: int, least: float
+    policy: Any, from_store: bool, hosts: int, least: int | None
 ) -> None:
     many = ObjectFiles.cost.hosts if from_store else _OF_A_DISK
     assert sharing.least_hosts(policy, many, hosts) == least

@@ -332,6 +332,31 @@ def test_what_is_no_damage_moves_nothing(tmp_path: Path) -> None:
     assert dcp.resume_or_init(_run(2), tmp_path).step == 3
 
 
+class _LoadsAnother:
+    """An object whose load reads another checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        dcp.load(_run(0), self.path)
+
+
+def test_damage_of_another_checkpoint_that_a_load_reads_quarantines_nothing(tmp_path: Path) -> None:
+    """The path in the message decides: an error from another rank is a class and a text."""
+    dcp.save(_run(1), tmp_path / "base")
+    flip(tmp_path / "base", "model.inp.weight")
+    state = {**_run(1), "other": _LoadsAnother(tmp_path / "base")}
+    dcp.save(state, tmp_path / "run" / "step-1", step=1)
+    with pytest.raises(dcp.CheckpointCorrupt, match=r"base.*model\.inp\.weight"):
+        dcp.resume_or_init(state, tmp_path / "run")
+    assert dcp.latest(tmp_path / "run") == tmp_path / "run" / "step-1"
+    assert dcp.latest(tmp_path / "base") == tmp_path / "base"
+
+
 def test_values_that_the_damaged_one_left_are_no_start(tmp_path: Path) -> None:
     """The older checkpoint does not have what the damaged one had filled."""
     state = _run(1)

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import dcp_plugin as dcp
 from dcp_plugin.checkpointer import Internals
 from dcp_plugin.core.format import INDEX, index_file
-from dcp_plugin.core.loading import loaded, origins
+from dcp_plugin.core.loading import loaded_parts, origins
 from dcp_plugin.events import SaveFinished
 from tests import launch
 from tests.compare import assert_same, full_state
@@ -39,7 +39,7 @@ from tests.places import names_in
 def _has_loaded_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test is as in a process of its own."""
     monkeypatch.setattr(origins, "_loads", {})
-    loaded.clear()
+    loaded_parts.clear()
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def test_a_process_that_loads_many_checkpoints_remembers_the_last_and_those_in_u
         dcp.load({"model": model}, tmp_path / "run" / "0")
         dcp.save({"weight": torch.ones(2)}, tmp_path / "others" / str(number))
         dcp.load({"weight": torch.ones(2)}, tmp_path / "others" / str(number))
-    assert len(loaded) < 20
+    assert len(loaded_parts) < 20
 
 
 def test_a_complete_checkpoint_never_reads_init_from(tmp_path: Path) -> None:

@@ -293,7 +293,7 @@ def test_each_thread_reads_neighbours_and_everything_is_read_once(tmp_path: Path
             for key, chunk in chunks
             for one in of_box(key, chunk, torch.float32, ((0, 0), chunk.sizes), torch.empty(chunk.sizes), None)
         ]
-        batches = sorted(batches_of(fetches, reader.opened.files.cost), key=lambda one: (one.file, one.begin))
+        batches = sorted(batches_of(fetches, reader.open().files.cost), key=lambda one: (one.file, one.begin))
     work = [deque(batches[at] for at in one) for one in stretches([one.nbytes for one in batches], 3)]
     assert [one for stretch in work for one in stretch] == batches
     sizes = [sum(one.nbytes for one in stretch) for stretch in work]

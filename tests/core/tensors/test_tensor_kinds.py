@@ -57,6 +57,13 @@ class _Named(torch.Tensor):
     """A subclass with memory."""
 
 
+class _SavedAsShards(torch.Tensor):
+    """A subclass with the part of DCP's protocol that a save needs, and without the part that finds shards."""
+
+    def __create_write_items__(self, fqn: str, value: Any) -> list[Any]:
+        return []
+
+
 class _Scaled(torch.Tensor):
     """A wrapper subclass as torchao makes them: parts of other dtypes, and a context."""
 
@@ -199,6 +206,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "freed_in_part": (lambda at: _freed(8), "freed"),
     "contradictory": (lambda at: _checkpointable(_numbers(at), (4, 6), ((3, 0),), ((0, 0),), ((2, 6),)), "not inside"),
     **{str(d): (_of_dtype(d), "torch.uint8") for d in SMALLER_THAN_A_BYTE},
+    "saved_as_shards": (lambda at: _numbers(at).as_subclass(_SavedAsShards), "Add __create_chunk_list__"),
 }
 
 

@@ -30,7 +30,7 @@ from dcp_plugin.core.format.index import StoredTensor
 from dcp_plugin.core.format.keys import flatten, is_empty_mapping, require_names, step_of, walked_as_stored
 from dcp_plugin.core.format.stock_objects import metadata_of
 from dcp_plugin.core.paths import as_path, is_path
-from dcp_plugin.core.planning.reads import StoredLayout, misfit, overlaps_of, scale_of
+from dcp_plugin.core.planning.reads import StoredLayout, misfit_of, overlaps_of, scale_of
 from dcp_plugin.core.records import BoxRead, ReadPlan
 from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.tensors._torch import is_tensor, sharded_value, with_memory
@@ -79,14 +79,14 @@ class ShardedReader(CheckpointReader, StorageReader):
         """Return the metadata of the checkpoint that is at the path now. DCP requests it at the start of each load."""
         super().reset()
         save_id = self.summary.save_id if self.summary else None
-        noted = self.index.storage_meta or StorageMeta(str(self.opened.path), save_id)
+        noted = self.index.storage_meta or StorageMeta(str(self.open().path), save_id)
         return metadata_of(self.index, replace(noted, load_id=self.load_id))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the index is read at its first use."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return replace(plan, storage_data=self.save)
+        return replace(plan, storage_data=self.identity)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Check on one rank that all ranks have opened the same save: each has opened the checkpoint for itself."""
@@ -222,7 +222,7 @@ class ShardedLoadPlanner(LoadPlanner):
         self.misfits = [
             reason
             for key, layout in self._stored.items()
-            if (reason := misfit(key, self._targets[key], layout, scale_of(key, self._keys)))
+            if (reason := misfit_of(key, self._targets[key], layout, scale_of(key, self._keys)))
         ]
         if self._strict:
             self.misfits += [f"{key} is not in the checkpoint{nearest(key, self._keys)}" for key in self.missing]
