@@ -1,9 +1,9 @@
 """:class:`Checkpointer`, the interface of all integrations for saving and loading live objects.
 
 A save is a pipeline of stages (:mod:`~dcp_plugin.core.saving.job`): gather the state, stage it on the host, plan,
-write, publish. With ``async_save`` the stages after staging run in a thread (:mod:`~dcp_plugin.core.saving.queue`). The
-stages of a load are in :mod:`~dcp_plugin.core.loading.load`. The failure of one rank is raised on all of them, by the
-next collective.
+write, publish. With ``async_save`` a thread runs the stages after staging (:mod:`~dcp_plugin.core.saving.background`).
+The stages of a load are in :mod:`~dcp_plugin.core.loading.load`. The failure of one rank is raised on all of them, by
+the next collective.
 """
 
 from __future__ import annotations
@@ -134,9 +134,9 @@ class Checkpointer:
             state: Names -> Module, Optimizer, Stateful, tensor, plain value, or a mapping of these.
             path: A directory that all ranks share. The complete save replaces an existing checkpoint at this path.
             step: Step to record in the checkpoint, equal on all ranks.
-            files: Called on every rank before any other work, with the directory in which the checkpoint is made. The
-                files that it adds are published with the checkpoint and belong to it. It may still change ``state``.
-                With it, ``path`` may be a directory with other files, which stay.
+            files: Called on every rank before ``state`` is gathered, with the directory in which the checkpoint is
+                made. The files that it adds are published with the checkpoint and belong to it. It may still change
+                ``state``. With it, ``path`` may be a directory with other files, which stay.
             owners: Modules and optimizers whose state dicts are in ``state`` without the objects. With
                 ``staging="lazy"``, their tensors may be copied later as well.
             durable: With ``keeper.dir``: copy this save to its path, independent of ``keeper.durable_every``.
@@ -265,7 +265,7 @@ class Checkpointer:
             with collector_paused(), quarantine_damaged(ranks, location, mode is LoadMode.RESTORE), opening as files:
                 loading = Loading(ranks, self.config, location, partial, strict, files, mode)
                 report = loading.run(state)
-            self._saving.note_loaded(state, report, loading.open(), ranks)
+            self._saving.note_loaded(state, report, loading.checkpoint(), ranks)
             return report
 
     def _open_in_source(self, path: Where, ranks: Ranks) -> AbstractContextManager[SourceFiles | None]:

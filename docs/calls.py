@@ -46,6 +46,8 @@ HELPERS = {
 }
 HELPER_CLASS = "BlockFile"
 """A helper as well: a new file in ``media/disk/local_disk.py``, which reports its progress to the stage that writes."""
+HELPER_FUNCTIONS = {"checkpoint", "identity", "index", "_planned", "_prepare"}
+"""Functions that only return a part of an object, or that repeat or share the body of a stage."""
 SHOWN = {"loading", "media", "storage"}
 """Rooms whose calls from file to file are shown."""
 RECORDS = {
@@ -104,7 +106,9 @@ def traced() -> Iterator[dict[str, list[Call]]]:
         if event == "return" and (ended := running.pop(id(frame), None)) is not None:
             ended.returns = _records_in([result])
         code = frame.f_code
-        if event != "call" or not (file := _file_of(code)) or code.co_qualname.startswith(f"{HELPER_CLASS}."):
+        if event != "call" or not (file := _file_of(code)) or code.co_name in HELPER_FUNCTIONS:
+            return
+        if code.co_qualname.startswith(f"{HELPER_CLASS}."):
             return
         caller: FrameType | None = frame
         while caller is not None and id(caller) not in running:

@@ -1,4 +1,4 @@
-"""Records that travel through a save and a load. Each stage takes one record and returns the next.
+"""Records that travel through a save and a load. Each stage takes records of earlier stages and returns the next.
 
 A save, in order; :mod:`dcp_plugin.core.saving.job` has the stages:
 

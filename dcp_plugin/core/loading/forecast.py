@@ -67,7 +67,7 @@ def plan_load(
     """
     checkpoint_path = as_path(path)
     loading = Loading(Ranks(), CheckpointConfig(), checkpoint_path, partial, strict)
-    match, index = loading.forecast(state), loading.open().index
+    match, index = loading.forecast(state), loading.checkpoint().index
     items = [_planned(key, match, index) for key in (*match.targets, *match.deferred)]
     return PlannedLoad(
         checkpoint_path, items, match.report, about_misfits(checkpoint_path, match.problems), [*match.warnings]

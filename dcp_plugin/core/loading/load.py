@@ -101,8 +101,8 @@ class Loading:
         )
         self._files, self._began = files, time.monotonic()
 
-    def open(self) -> OpenCheckpoint:
-        """Open the checkpoint on this rank, and return it. :meth:`run` closes its files; its records stay valid."""
+    def checkpoint(self) -> OpenCheckpoint:
+        """Return the checkpoint. The first call on this rank opens it. After :meth:`run` its files are closed."""
         return self._reader.open()
 
     def run(self, state: Mapping[str, Any]) -> LoadReport:
@@ -119,8 +119,8 @@ class Loading:
 
     def _note_loaded(self, fitted: FittedLoad) -> None:
         """Note the checkpoint among the loaded ones."""
-        fingerprint = "" if self.open().find_fingerprint else self.open().known_identity
-        path = resolved(self.open().path)
+        fingerprint = "" if self.checkpoint().find_fingerprint else self.checkpoint().known_identity
+        path = resolved(self.checkpoint().path)
         part = loaded_parts[path, fingerprint] = loaded_parts.pop((path, fingerprint), LoadedPart())
         for adapter in fitted.opened.adapters:
             keys = [join(adapter.name, key) for key in fitted.match.wanted[adapter.name].targets]
@@ -174,10 +174,10 @@ class Loading:
                 selection = locate(self._partial, adapters)
             return _Request(
                 str(self._path),
-                str(self.open().path),
+                str(self.checkpoint().path),
                 self._reader.identity,
                 repr(selection),  # as text: its module is equal only to itself, and does not travel between ranks
-                self.open().files.cost.hosts,
+                self.checkpoint().files.cost.hosts,
                 socket.gethostname(),
                 {adapter.name: adapter.kind for adapter in adapters if adapter.kind in ("module", "optimizer")},
             )
@@ -197,7 +197,7 @@ class Loading:
         """
         with self._reader:
             opened, _ = self._open_together(state)
-            matching = Matching(self._path, self.open(), opened, self._strict, True, self._mode)
+            matching = Matching(self._path, self.checkpoint(), opened, self._strict, True, self._mode)
         step = f"compare {self._path} with the state"
         union = self._ask_all(step, lambda: _questions(matching), lambda asked: _differences(matching).answer(asked))
         return self._planned(_judged(matching, union))[0]
@@ -244,7 +244,7 @@ class Loading:
             allocated: Keys of modules that were on the meta device. Keys that get memory in this call are added.
         """
         step = f"compare {self._path} with the state"
-        matching = Matching(self._path, self.open(), opened, self._strict, False, self._mode)
+        matching = Matching(self._path, self.checkpoint(), opened, self._strict, False, self._mode)
 
         def ask() -> list[str] | None:
             for adapter in opened.adapters:

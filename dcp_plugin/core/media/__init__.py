@@ -14,7 +14,7 @@ The files of this folder, each of which imports files of the same line or of a l
   files take.
 - ``disk/``: a file system that all ranks share. ``objects/``: a store of objects that have URLs. Each has its commit
   rule in its ``commit.py``.
-- ``__init__.py``: the medium of a path, and the names that other rooms use. What only one kind of path needs is
+- ``__init__.py``: the medium of a path, and the names that other folders use. What only one kind of path needs is
   imported when such a path is used.
 - ``output.py``: files for other tools. ``copies.py``: targets of copies.
 """

@@ -374,7 +374,8 @@ class Medium(Protocol):
         Never raises OSError: the next save beside it deletes the files that cannot be deleted now.
 
         Args:
-            all_ended: No rank writes to it any more. Otherwise the next save beside it looks for further files.
+            all_ended: No rank writes to it any more. Otherwise a rank may add files to a store after this call, and the
+                next save beside it looks for them. On a disk, the directory is gone, so no rank can add one.
             keep: Keep the files of a copy for the next reservation of the same copy. Any other save beside it deletes
                 them.
         """

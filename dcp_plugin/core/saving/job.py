@@ -16,7 +16,7 @@ These are the meetings of the ranks, in this order. Every save has the two that 
 - Always, one to plan. Every rank sends its claim. Rank 0 reserves the directory and answers.
 - If state that should be equal on all ranks differs, one to compare it. If optimizer state then needs keys of its own,
   another to plan.
-- If the plan is not the last one, two: to make it, and to compare the replicas in it.
+- If the plan differs from that of the save before, two: to make it, and to compare the replicas in it.
 - If replicas differ, three: to name them, to send new claims, and to make the plan again.
 - Always, one to publish, after all ranks have written.
 
@@ -285,7 +285,7 @@ class SavePipeline:
         if ranks.size > 1 and (drift := self.exchange.compare_replicas(step, path, ranks, plan, state, answer)):
             if drift.ranks:
                 self.emit(events.ReplicasDiffer(path, request.step, drift.ranks, drift.difference, ranks.rank))
-            state, inventory, answer, directory = ask()  # in whose inventory the lowest holder of a box writes it
+            state, inventory, answer, directory = ask()  # now the lowest rank that holds a box writes it
             plan = self.exchange.plan(step, ranks, inventory, answer)
         return SavePlan(ranks.rank, directory, state, plan)
 

@@ -61,7 +61,7 @@ class Shards(torch.Tensor):
 def _rebuilt(function: Any, cls: type, args: tuple[Any, ...], state: Any) -> Any:
     if not issubclass(cls, Inert):
         return TENSOR_GLOBALS[_REBUILT](function, cls, args, state)
-    made = torch.empty(0, device="meta").as_subclass(Shards)
+    made = torch.empty(0, dtype=torch.uint8, device="meta").as_subclass(Shards)
     made.of, made.made_of = cls.of, state
     return made
 
