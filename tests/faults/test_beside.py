@@ -87,10 +87,10 @@ def test_two_ranks_load_one_save_whatever_happens_beside_them(tmp_path: Path) ->
 
     cases = [
         ("_open", replaced, False, 2),  # after rank 0 has opened it, before rank 1 does
-        ("_judge_and_plan", replaced, False, 2),  # after rank 0 has its data files open, before rank 1 has
+        ("_plan", replaced, False, 2),  # after rank 0 has its data files open, before rank 1 has
         ("_read_values", replaced, True, 1),  # all have what they read open
         ("_read_values", deleted, True, 1),
-        ("_judge_and_plan", deleted, False, None),
+        ("_plan", deleted, False, None),
     ]
     for number, (step, act, first, expected) in enumerate(cases):
         original = getattr(Loading, step)

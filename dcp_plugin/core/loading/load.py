@@ -172,15 +172,7 @@ class Loading:
                 from dcp_plugin.core.loading.renames import locate  # most loads are of everything
 
                 selection = locate(self._partial, adapters)
-            return _Request(
-                str(self._path),
-                str(self.checkpoint().path),
-                self._reader.identity,
-                repr(selection),  # as text: its module is equal only to itself, and does not travel between ranks
-                self.checkpoint().files.cost.hosts,
-                socket.gethostname(),
-                {adapter.name: adapter.kind for adapter in adapters if adapter.kind in ("module", "optimizer")},
-            )
+            return self._open(adapters, selection)
 
         def compare(requests: list[_Request]) -> tuple[str, int | None, dict[str, str]]:
             objects = {name: kind for request in reversed(requests) for name, kind in request.objects.items()}
@@ -188,6 +180,18 @@ class Loading:
 
         difference, least, objects = self._ranks.combine(f"open {self._path}", open_here, compare)
         return OpenedLoad(adapters, selection, least, objects), difference
+
+    def _open(self, adapters: list[StateAdapter], selection: PartialLoad | None) -> _Request:
+        """Open the checkpoint on this rank, and return the rank's request."""
+        return _Request(
+            str(self._path),
+            str(self.checkpoint().path),
+            self._reader.identity,
+            repr(selection),  # as text: its module is equal only to itself, and does not travel between ranks
+            self.checkpoint().files.cost.hosts,
+            socket.gethostname(),
+            {adapter.name: adapter.kind for adapter in adapters if adapter.kind in ("module", "optimizer")},
+        )
 
     def forecast(self, state: Mapping[str, Any]) -> Match:
         """Return the match of :meth:`run` for this process alone. No value is read, and no object of the state changes.
