@@ -164,8 +164,8 @@ LIMITS = {
     "entries at the top": 18,
     "folders at the top": 9,
     "files": 234,
-    "statements": 32_694,
-    "statements in core/": 19_400,
+    "statements": 32_703,
+    "statements in core/": 19_409,
     "imports of the package per file": 6.3,
 }
 """Size of the package. Whoever makes it smaller lowers these; whoever has to raise one says why in the commit."""

@@ -145,6 +145,19 @@ def test_uneven_shards_of_every_dimension_and_copies_arrive_bit_by_bit(
     assert same_bytes(model["transposed.1"], _whole()["transposed"].contiguous())
 
 
+def _save_drifted(folder: Path) -> None:
+    copied = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Replicate()])
+    copied.to_local().add_(dist.get_rank())
+    _save_as_verl(folder, model={"equal": distribute_tensor(torch.ones(4), copied.device_mesh), "w": copied})
+
+
+def test_copies_that_have_drifted_are_named_and_the_lowest_rank_counts(tmp_path: Path) -> None:
+    launch.run(_save_drifted, 2, tmp_path / "ck")
+    with pytest.warns(UserWarning, match=r"copies of shards differ between ranks.*: model\.w$"):
+        found = dcp.read(tmp_path / "ck", "model.w")
+    assert found["model.w"].tolist() == [1.0] * 4
+
+
 @pytest.fixture(scope="module")
 def placed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("placed")

@@ -18,18 +18,18 @@ load asks for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointMismatch
+from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointMismatch, some, warn
 from dcp_plugin.core.format import Files, values
 from dcp_plugin.core.format.foreign import Contents, View, torch_file
 from dcp_plugin.core.format.foreign.torch_file import RefusedValue, refused_in
-from dcp_plugin.core.tensors._torch import TENSOR_GLOBALS
+from dcp_plugin.core.tensors._torch import TENSOR_GLOBALS, record_offset
 
 _OUR_NAMES = {"pytorch_model_fsdp": "model", "optimizer": "optim"}
 _KINDS = {"model": "module", "optim": "optimizer"}
@@ -98,7 +98,7 @@ class _Entry(NamedTuple):
     layout: str = ""
     """Mesh and placements in words."""
     checksum: int = 0
-    """CRC32 of the record that a plain tensor is in."""
+    """CRC32 of the record that a plain tensor is in, or that has a shard of a DTensor and nothing else; else 0."""
     world_size: int = 0
     refusal: str = ""
 
@@ -130,6 +130,11 @@ def read_files(files: Files, names: list[str]) -> Contents:
             contents.kinds[name] = kind
         for key, of_key in entries.items():
             _add(contents, files, key, of_key, len(by_rank))
+        if drifted := [key for key, of_key in entries.items() if _have_drifted(of_key.values())]:
+            warn(
+                f"{files.where}: copies of shards differ between ranks, and those of the lowest rank count: "
+                f"{some(drifted)}"
+            )
     return contents
 
 
@@ -228,7 +233,10 @@ def _of_dtensor(file: torch_file.OpenFile, key: str, leaf: Shards) -> _Entry:
             f"{file.label}: the shard of {key} has shape {view.shape}, and {layout} of a tensor of shape {shape} "
             f"implies {box[1]}"
         )
-    return entry._replace(views=[view._replace(offsets=box[0])])
+    local = held["_local_tensor"]
+    # A shard may share its record with padding, which differs between ranks without a meaning.
+    is_alone = file.sizes.get(record_offset(local) or 0) == local.numel() * local.itemsize
+    return entry._replace(views=[view._replace(offsets=box[0])], checksum=file.checksum_of(local) if is_alone else 0)
 
 
 def _of_sharded_tensor(file: torch_file.OpenFile, key: str, leaf: Shards) -> _Entry:
@@ -342,6 +350,13 @@ def _described(entry: _Entry) -> str:
     if entry.shape is None:
         return "plain"
     return f"{entry.layout}, of shape {entry.shape}" + "".join(f" and {view.dtype}" for view in entry.views[:1])
+
+
+def _have_drifted(entries: Iterable[_Entry]) -> bool:
+    """Return whether ranks have different bytes for the same shard of a DTensor."""
+    known: dict[Any, int] = {}
+    shards = [entry for entry in entries if entry.shape is not None and entry.checksum]
+    return any(entry.checksum != known.setdefault(entry.views[0].offsets, entry.checksum) for entry in shards)
 
 
 def _is_same(entry: _Entry, other: _Entry) -> bool:
