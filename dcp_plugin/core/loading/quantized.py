@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from dcp_plugin.core.errors import first
+from dcp_plugin.core.format.derived_index import index_of, joined
 from dcp_plugin.core.format.foreign.scales import NOT_OF_WEIGHTS
-from dcp_plugin.core.format.index import CheckpointIndex
+from dcp_plugin.core.format.index import CheckpointIndex, StoredChunk, StoredTensor
 from dcp_plugin.core.format.keys import join
 from dcp_plugin.core.loading import KeyMap
 from dcp_plugin.core.records import Match
@@ -23,6 +24,19 @@ from dcp_plugin.core.state.module_load import Deferred
 from dcp_plugin.core.types import Wanted
 
 _WAY_OUT = "Dequantize it with the library that has written it"
+
+
+def with_products(index: CheckpointIndex) -> CheckpointIndex:
+    """Return the index for a load. It has the keys of a model for packed tensors too, at the bytes of these."""
+    entries = [
+        (key, StoredTensor(torch.uint8, scaled.shape, [StoredChunk((0, 0, 0), scaled.shape, chunk.location)]))
+        for key, scaled in index.scaled.items()
+        if scaled.packed
+        for chunk in index[scaled.packed].chunks  # type: ignore[union-attr]
+    ]
+    made = joined(index, index_of(entries, index.files))
+    made.scaled, made.values_here = index.scaled, index.values_here
+    return made
 
 
 def settle(
@@ -39,7 +53,8 @@ def settle(
     Args:
         wanted, stored, deferred: As in :class:`~dcp_plugin.core.records.Match`, which is unfinished. They are changed.
     """
-    weights = {scaled.scale: key for key, scaled in index.scaled.items() if not scaled.refusal}
+    weights = {scaled.scale: scaled.packed or key for key, scaled in index.scaled.items() if not scaled.refusal}
+    products = {scaled.packed: key for key, scaled in index.scaled.items() if scaled.packed}
     if not weights:
         return
     taken = set(stored.values())
@@ -50,21 +65,27 @@ def settle(
             if isinstance(target, Deferred) and scaled and not scaled.refusal and scaled.scale not in taken:
                 made = replace(target, entry=replace(target.entry, dtype=target.dtype or torch.float32))
                 want.targets[key] = deferred[join(name, key)] = made
-        _drop_scales(want, key_map, weights)
+        _drop_scales(want, key_map, weights, products)
 
 
-def _drop_scales(want: Wanted, key_map: KeyMap, weights: Mapping[str, str]) -> None:
-    """Drop the keys of scales, except those that an object gets together with the weight.
+def _drop_scales(want: Wanted, key_map: KeyMap, weights: Mapping[str, str], products: Mapping[str, str]) -> None:
+    """Drop the keys of scales, except those that an object gets together with the weight, and of packed tensors whose
+    product the object gets.
 
     Args:
-        weights: Key of a scale -> the key of its weight.
+        weights: Key of a scale -> the key of its weight, as it is stored.
+        products: Key of a packed tensor -> the key of its product.
     """
-    handed = {key_map.stored(key) for key in want.extra_targets}
+    filled = set(map(key_map.stored, want.targets))
+    unpacked = {packed for packed, product in products.items() if product in filled}.union(products.values())
+    handed = set(map(key_map.stored, want.extra_targets)) - unpacked
 
     def is_idle(key: str) -> bool:
         stored = key_map.stored(key)
         if stored in weights:
             return weights[stored] not in handed
+        if stored in unpacked:
+            return True
         return stored.rpartition(".")[2] in NOT_OF_WEIGHTS and key not in want.extra_in_gaps
 
     want.unexpected = [key for key in want.unexpected if not is_idle(key)]
@@ -81,9 +102,12 @@ def judged(match: Match, index: CheckpointIndex) -> Match:
         if scaled is None or target is None:
             continue
         stored, dtype = index.table.dtype_of(index.slots[name]), target.dtype or target.entry.dtype
-        is_raw = scaled.scale in taken or (dtype == stored and not scaled.needs_scale)
+        is_raw = not scaled.packed and (scaled.scale in taken or (dtype == stored and not scaled.needs_scale))
         scales[name] = not is_raw
-        if not is_raw and (reason := scaled.refusal or (dtype.itemsize == 1 and f"{dtype} cannot hold the product")):
+        fault = f"{dtype} cannot hold the product" if dtype.itemsize == 1 else ""
+        if scaled.packed and key.rpartition(".")[2] != name.rpartition(".")[2]:
+            fault = f"only the model of transformers, which names it {name}, is known to have its matrices transposed"
+        if not is_raw and (reason := scaled.refusal or fault):
             problems.append(
                 f"{key} is {dtype} here and quantized in the checkpoint: {stored}, to be multiplied with "
                 f"{scaled.scale}; {reason}. {_WAY_OUT}, or have {scaled.scale} in the target too: both are then loaded "

@@ -12,6 +12,7 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import NamedTuple, Self
 
 import torch
@@ -117,6 +118,10 @@ class CheckpointReader:
     @property
     def index(self) -> CheckpointIndex:
         return self.open().index
+
+    def use(self, index: CheckpointIndex) -> None:
+        """Have the open checkpoint use another index of its files."""
+        self._opened = replace(self.open(), index=index)
 
     @property
     def fingerprint(self) -> str:
