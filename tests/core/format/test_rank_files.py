@@ -19,12 +19,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import dcp_plugin as dcp
+from dcp_plugin.core.paths import as_path
 from tests import launch
+from tests.commands import invoke
 from tests.compare import assert_same, same_bytes
 from tests.foreign import without_crcs
 from tests.launch import on_ranks
 from tests.layouts import WORLD_SIZE, build, train, whole_state, wrap
+from tests.object_server import Bucket
 from tests.objects import PickledAs, attack
+from tests.places import copy_folder
 
 LAYOUTS = ("fsdp2", "fsdp2@3", "fsdp2_hsdp", "tp", "fsdp2_tp", "fsdp1_hsdp", "fsdp1")
 
@@ -264,8 +268,10 @@ def test_copies_are_compared_where_torch_wrote_no_checksums(tmp_path: Path) -> N
         dcp.load({"model": {"w": torch.zeros(3)}}, tmp_path)
 
 
-def test_they_are_imported_and_exported(placed: Path, tmp_path: Path) -> None:
-    dcp.export(placed / "ck", tmp_path / "dcp", format="dcp")
+def test_they_are_imported_and_exported_from_a_bucket_too(placed: Path, tmp_path: Path, bucket: Bucket) -> None:
+    copy_folder(placed / "ck", as_path(bucket.url) / "ck")
+    result = invoke("import", f"{bucket.url}/ck", tmp_path / "dcp")
+    assert result.exit_code == 0, result.stderr
     dcp.export(placed / "ck", tmp_path / "file.pt", format="torch")
     expected = dcp.read(placed / "ck")
     assert_same(expected, dcp.read(tmp_path / "dcp"))
