@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,9 +19,6 @@ def doctor_command(
     path: Annotated[str, typer.Argument(metavar="PATH|URL", help="A folder of checkpoints, or a URL.")] = ".",
     gb: Annotated[float, typer.Option("--gb", min=0.001, help="The size of a save, in GiB.")] = 10.0,
     write: Annotated[bool, typer.Option("--write", help="Also write to a bucket, at most 256 MiB.")] = False,
-    timeout: Annotated[
-        float, typer.Option(min=1.0, metavar="SECONDS", help="Time after which the place counts as hanging.")
-    ] = 30.0,
     as_json: JsonOption = False,
     storage_option: StorageOptionsOption = None,
 ) -> Answer:
@@ -30,8 +28,9 @@ def doctor_command(
     """
     from dcp_plugin.tools.probes import doctor
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job that ends deletes the files of the probes too
     options = storage_options(storage_option)
-    report = doctor(path, write=write, nbytes=int(gb * 2**30), timeout=timeout, storage_options=options)
+    report = doctor(path, write=write, nbytes=int(gb * 2**30), storage_options=options)
     error = f"{report.path}: a save would fail: {report.failed[0].text}" if report.failed else ""
     return Answer({"doctor": report}, partial(_print_report, report), NO if report.failed else 0, error)
 
