@@ -27,7 +27,7 @@ from tests.limits import HANG
 from tests.object_server import Bucket
 from tests.users import as_another_user
 
-FEATURES = ["space", "locks", "exchange of names", "hard links", "O_DIRECT", "clock", "write", "read"]
+FEATURES = ["space", "locks", "exchange of names", "hard links", "O_DIRECT", "clock", "write"]
 SMALL = 1 << 20
 
 
@@ -39,7 +39,7 @@ def _states(place: Where) -> dict[str, str]:
 def test_a_folder_has_every_feature_and_a_speed_and_nothing_is_left(tmp_path: Path) -> None:
     report = json_of("doctor", tmp_path, "--gb", "0.001")["doctor"]
     assert [probe["name"] for probe in report["probes"]] == ["launcher", "shared memory", *FEATURES]
-    assert report["save_seconds"] > 0 and report["load_seconds"] > 0
+    assert report["save_seconds"] > 0
     assert os.listdir(tmp_path) == []
 
 
@@ -129,7 +129,7 @@ def test_a_bucket_is_only_read_unless_writes_are_wanted(bucket: Bucket, proxy: P
 
 def test_a_bucket_has_conditions_and_a_speed_and_nothing_is_left(bucket: Bucket) -> None:
     report = json_of("doctor", f"{bucket.url}/run", "--write", "--gb", "0.02")["doctor"]
-    assert [probe["name"] for probe in report["probes"]][2:] == ["clock", "conditional requests", "write", "read"]
+    assert [probe["name"] for probe in report["probes"]][2:] == ["clock", "conditional requests", "write"]
     assert {probe["state"] for probe in report["probes"][2:]} == {"ok"}
     assert list(client_of(ObjectPath(bucket.url)).below("")) == [] == bucket.unfinished_uploads()
 
@@ -156,19 +156,23 @@ def test_the_files_of_the_probes_are_taken_for_no_checkpoint(tmp_path: Path) -> 
     (tmp_path / "checkpoints/checkpoint_0").mkdir(parents=True)
     results = probes._probe(tmp_path / "checkpoints", SMALL, write=True)
     next(results)
-    assert list(tmp_path.glob(".dcp_plugin/doctor-*")), "accelerate takes each entry of its folder for a checkpoint"
-    assert dcp.list_checkpoints(tmp_path) == [] and dcp.latest(tmp_path) is None
-    results.close()
-    assert os.listdir(tmp_path) == ["checkpoints"]
+    assert list(tmp_path.glob(".dcp_plugin/*.saving")), "accelerate takes each entry of its folder for a checkpoint"
+    assert dcp.latest(tmp_path) is None
+    assert list(results) and os.listdir(tmp_path) == ["checkpoints"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_command_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_command_leaves_nothing_and_a_killed_one_what_the_next_deletes(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     command = [programs.PYTHON, "-m", "dcp_plugin", "doctor", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=programs.ROOT) as process:
-        while process.poll() is None and not list(tmp_path.glob(".dcp_plugin/doctor-*")):
+        while process.poll() is None and not list(tmp_path.glob(".dcp_plugin/*.saving")):
             pass
         process.send_signal(number)
         _, errors = process.communicate(timeout=HANG)
-    assert (process.returncode, errors) == (130, b"interrupted\n")
+    if number == signal.SIGINT:
+        assert (process.returncode, errors) == (130, b"interrupted\n")
+    else:
+        doctor(tmp_path, nbytes=SMALL)
     assert os.listdir(tmp_path) == []

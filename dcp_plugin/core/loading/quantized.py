@@ -69,27 +69,29 @@ def settle(
 
 
 def _drop_scales(want: Wanted, key_map: KeyMap, weights: Mapping[str, str], products: Mapping[str, str]) -> None:
-    """Drop the keys of scales, except those that an object gets together with the weight, and of packed tensors whose
-    product the object gets.
+    """Drop the keys of scales, except those that an object gets together with the weight. Of a packed tensor and its
+    product, drop the key that is not loaded.
+
+    Ranks may have different keys, and a key that another rank takes is not unexpected. So an unexpected key is that of
+    the product, which the other rank takes.
 
     Args:
         weights: Key of a scale -> the key of its weight, as it is stored.
         products: Key of a packed tensor -> the key of its product.
     """
-    filled = set(map(key_map.stored, want.targets))
-    unpacked = {packed for packed, product in products.items() if product in filled}.union(products.values())
-    handed = set(map(key_map.stored, want.extra_targets)) - unpacked
+    filled, pairs = set(map(key_map.stored, want.targets)), products.items()
+    unexpected_idle = {*products, *(product for packed, product in pairs if packed in filled)}
+    handed_idle = {*products.values(), *(packed for packed, product in pairs if product in filled)}
+    handed = set(map(key_map.stored, want.extra_targets)) - handed_idle
 
-    def is_idle(key: str) -> bool:
+    def is_idle(key: str, others: set[str]) -> bool:
         stored = key_map.stored(key)
         if stored in weights:
             return weights[stored] not in handed
-        if stored in unpacked:
-            return True
-        return stored.rpartition(".")[2] in NOT_OF_WEIGHTS and key not in want.extra_in_gaps
+        return stored in others or (stored.rpartition(".")[2] in NOT_OF_WEIGHTS and key not in want.extra_in_gaps)
 
-    want.unexpected = [key for key in want.unexpected if not is_idle(key)]
-    want.extra_targets = {key: target for key, target in want.extra_targets.items() if not is_idle(key)}
+    want.unexpected = [key for key in want.unexpected if not is_idle(key, unexpected_idle)]
+    want.extra_targets = {key: target for key, target in want.extra_targets.items() if not is_idle(key, handed_idle)}
 
 
 def judged(match: Match, index: CheckpointIndex) -> Match:
@@ -104,7 +106,8 @@ def judged(match: Match, index: CheckpointIndex) -> Match:
         stored, dtype = index.table.dtype_of(index.slots[name]), target.dtype or target.entry.dtype
         is_raw = not scaled.packed and (scaled.scale in taken or (dtype == stored and not scaled.needs_scale))
         scales[name] = not is_raw
-        fault = f"{dtype} cannot hold the product" if dtype.itemsize == 1 else ""
+        is_fine = dtype.itemsize > 1 and dtype.is_floating_point
+        fault = "" if is_fine else f"{dtype} cannot hold the product"
         if scaled.packed and key.rpartition(".")[2] != name.rpartition(".")[2]:
             fault = f"only the model of transformers, which names it {name}, is known to have its matrices transposed"
         if not is_raw and (reason := scaled.refusal or fault):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,7 +27,6 @@ def doctor_command(
     """
     from dcp_plugin.tools.probes import doctor
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job that ends deletes the files of the probes too
     options = storage_options(storage_option)
     report = doctor(path, write=write, nbytes=int(gb * 2**30), storage_options=options)
     error = f"{report.path}: a save would fail: {report.failed[0].text}" if report.failed else ""
@@ -38,8 +36,7 @@ def doctor_command(
 def _print_report(report: DoctorReport) -> None:
     states = {"failed": "FAILED", "note": "note", "ok": ""}
     table(("", "probe", "result"), [(states[probe.state], probe.name, probe.text) for probe in report.probes])
-    if report.save_seconds is not None and report.load_seconds is not None:
-        times = f"takes one process about {report.save_seconds:.3g} s, and a load {report.load_seconds:.3g} s"
-        echo(f"A save of {size(report.nbytes)} {times}.")
+    if report.save_seconds is not None:
+        echo(f"A save of {size(report.nbytes)} takes one process about {report.save_seconds:.3g} s.")
     if not report.failed:
         echo(f"Settings to begin with: {report.settings}")

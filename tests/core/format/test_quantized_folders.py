@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as stock
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -358,6 +359,18 @@ def test_each_rank_unpacks_its_own_part_of_gpt_oss(gpt_oss: Path) -> None:
         found = {key: distribute_tensor(torch.zeros(tensor.shape), mesh, [Shard(dim)]) for key, tensor in whole.items()}
         dcp.load({"model": found}, gpt_oss, dcp.PartialLoad(unexpected="ignore", cast=True), io=dcp.IO(broadcast=True))
         assert_same(full_state(found), whole)
+
+
+@on_ranks(2)
+def test_a_matrix_that_another_rank_takes_is_not_unexpected(gpt_oss: Path) -> None:
+    model, last = GptOssForCausalLM(_gpt_oss()), PROJECTIONS[1]
+    for key in model.state_dict():
+        if (key == last) != (dist.get_rank() == 1):
+            module, _, name = key.rpartition(".")
+            delattr(model.get_submodule(module), name)
+    report = dcp.load({"model": model}, gpt_oss)
+    assert not report.missing and not report.unexpected
+    assert all(tensor.any() for key, tensor in model.state_dict().items() if key in PROJECTIONS)
 
 
 class Unpacked(nn.Module):
