@@ -21,7 +21,6 @@ from typing import Any, Literal
 from dcp_plugin.core.config import CheckpointConfig
 from dcp_plugin.core.errors import CheckpointError, size
 from dcp_plugin.core.format import DATA_SUFFIX
-from dcp_plugin.core.interrupts import interrupts_held
 from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.media.disk import posix
 from dcp_plugin.core.media.medium import PAGE, CannotLink, DataFile, Medium
@@ -151,8 +150,7 @@ def _probe(place: Any, nbytes: int, write: bool) -> Iterator[Probe]:
             return
         # The numbered checkpoints of Accelerate have their workspace one level higher.
         name = next((name for name in names if name.startswith("checkpoint_")), "doctor")
-        with interrupts_held():  # Ctrl-C before the assignment would leave the directory to the next save
-            reservation = medium.reserve(place / name, among_other_files=True)
+        reservation = medium.reserve(place / name, among_other_files=True)
         free = shutil.disk_usage(folder).free if folder is not None else 1 << 60
         if folder is None:
             yield _clock(reservation.time or math.nan)

@@ -167,7 +167,7 @@ def test_an_interrupted_command_leaves_nothing_and_a_killed_one_what_the_next_de
 ) -> None:
     command = [programs.PYTHON, "-m", "dcp_plugin", "doctor", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=programs.ROOT) as process:
-        while process.poll() is None and not list(tmp_path.glob(".dcp_plugin/*.saving")):
+        while process.poll() is None and not list(tmp_path.glob(".dcp_plugin/*.saving/*")):
             pass
         process.send_signal(number)
         _, errors = process.communicate(timeout=HANG)

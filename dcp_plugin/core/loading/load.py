@@ -183,10 +183,6 @@ class Loading:
 
     def _open(self, adapters: list[StateAdapter], selection: PartialLoad | None) -> _Request:
         """Open the checkpoint on this rank, and return the rank's request."""
-        if any(scaled.packed for scaled in self._reader.index.scaled.values()):
-            from dcp_plugin.core.loading.quantized import with_products  # only for folders of other tools
-
-            self._reader.use(with_products(self._reader.index))
         return _Request(
             str(self._path),
             str(self.checkpoint().path),

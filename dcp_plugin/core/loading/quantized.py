@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from dcp_plugin.core.errors import first
-from dcp_plugin.core.format.derived_index import index_of, joined
 from dcp_plugin.core.format.foreign.scales import NOT_OF_WEIGHTS
-from dcp_plugin.core.format.index import CheckpointIndex, StoredChunk, StoredTensor
+from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.keys import join
 from dcp_plugin.core.loading import KeyMap
 from dcp_plugin.core.records import Match
@@ -24,19 +23,6 @@ from dcp_plugin.core.state.module_load import Deferred
 from dcp_plugin.core.types import Wanted
 
 _WAY_OUT = "Dequantize it with the library that has written it"
-
-
-def with_products(index: CheckpointIndex) -> CheckpointIndex:
-    """Return the index for a load. It has the keys of a model for packed tensors too, at the bytes of these."""
-    entries = [
-        (key, StoredTensor(torch.uint8, scaled.shape, [StoredChunk((0, 0, 0), scaled.shape, chunk.location)]))
-        for key, scaled in index.scaled.items()
-        if scaled.packed
-        for chunk in index[scaled.packed].chunks  # type: ignore[union-attr]
-    ]
-    made = joined(index, index_of(entries, index.files))
-    made.scaled, made.values_here = index.scaled, index.values_here
-    return made
 
 
 def settle(

@@ -105,7 +105,7 @@ def _raw(index: CheckpointIndex, box: BoxRead) -> BoxRead:
 
 def _unpacked(box: BoxRead, blocks: torch.Tensor) -> torch.Tensor:
     """Return the elements of a box from its blocks, in float32."""
-    values = torch.tensor(_FP4, device="cpu")
+    values = torch.tensor(_FP4, dtype=torch.float32, device="cpu")
     pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), 1)  # of each byte: its lower half first
     rows = pairs[blocks.to(torch.int32)].flatten(2)
     return rows.narrow(2, box.offsets[1] % 32, box.sizes[1]).transpose(1, 2)

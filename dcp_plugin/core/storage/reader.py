@@ -12,7 +12,6 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import NamedTuple, Self
 
 import torch
@@ -118,10 +117,6 @@ class CheckpointReader:
     @property
     def index(self) -> CheckpointIndex:
         return self.open().index
-
-    def use(self, index: CheckpointIndex) -> None:
-        """Have the open checkpoint use another index of its files."""
-        self._opened = replace(self.open(), index=index)
 
     @property
     def fingerprint(self) -> str:
