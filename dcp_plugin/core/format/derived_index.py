@@ -6,7 +6,7 @@ The rule: columns are taken and joined as arrays, with no object per key. A plai
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +21,7 @@ from dcp_plugin.core.format.columns import (
     ranges,
     unusual_paths,
 )
-from dcp_plugin.core.format.index import CheckpointIndex, Entry, StoredValue
+from dcp_plugin.core.format.index import CheckpointIndex, Entry, StoredChunk, StoredTensor, StoredValue
 
 
 def index_of(
@@ -116,6 +116,33 @@ def joined(index: CheckpointIndex, other: CheckpointIndex) -> CheckpointIndex:
     both.extra_files, both.label = index.extra_files, index.label
     both.empty = [*index.empty, *other.empty]
     return both
+
+
+class _WithProducts(CheckpointIndex):
+    """Index that also has the keys of a model for packed tensors, at the bytes of these. A load finds them by name and
+    below a prefix. A tool, which lists the keys, finds the tensors as they are stored."""
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key in self.slots if not (key in self.scaled and self.scaled[key].packed))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def with_products(index: CheckpointIndex) -> CheckpointIndex:
+    """Return the index with the keys of a model for the packed tensors in ``index.scaled`` that a load unpacks."""
+    entries: list[tuple[str, Entry]] = []
+    for key, scaled in index.scaled.items():
+        if scaled.packed and isinstance(stored := index[scaled.packed], StoredTensor):
+            chunk = StoredChunk((0,) * len(scaled.shape), scaled.shape, stored.chunks[0].location)
+            entries.append((key, StoredTensor(stored.dtype, scaled.shape, [chunk])))
+    if not entries:
+        return index
+    both = joined(index, index_of(entries, index.files))
+    made = _WithProducts(both.table, both.columns, both.files)
+    made.scaled, made.strides, made.values_here = index.scaled, index.strides, index.values_here
+    made.label = index.label
+    return made
 
 
 def _joined_tables(first: KeyColumns, second: KeyColumns) -> KeyColumns:

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from dcp_plugin.core.errors import CheckpointNotFound, damage_in, some
 from dcp_plugin.core.format import INDEX, METADATA, exists, has_traces, is_own, read, stock_metadata, uncommitted_reason
+from dcp_plugin.core.format.derived_index import with_products
 from dcp_plugin.core.format.foreign import Contents, detect, fingerprint_of, scales
 from dcp_plugin.core.format.summary import fingerprint
 from dcp_plugin.core.interrupts import collector_paused
@@ -67,7 +68,9 @@ def _open_other(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
     else:
         files = medium_of(path).open(path.parent)
         contents = _read_one(files, path, kind, reason)
-    index = scales.with_scaled(contents.index(files.where), files)
+    index = contents.index(files.where)
+    index.scaled = scales.find(index.table, files)
+    index = with_products(index)
 
     def find_fingerprint() -> str:
         with damage_in(path):

@@ -26,7 +26,6 @@ scale. Scales of activations and caches (:data:`NOT_OF_WEIGHTS`) belong to no te
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +35,6 @@ import torch
 from dcp_plugin.core.errors import CheckpointCorrupt
 from dcp_plugin.core.format import MOST_JSON, Files, json_object, read
 from dcp_plugin.core.format.columns import KeyColumns
-from dcp_plugin.core.format.derived_index import index_of, joined
-from dcp_plugin.core.format.index import CheckpointIndex, StoredChunk, StoredTensor
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _CANDIDATES = (*_FLOAT8, torch.uint8, torch.int8, torch.int16, torch.int32)
@@ -75,35 +72,6 @@ class Scaled:
     needs_scale: bool
     packed: str = ""
     shape: tuple[int, ...] = ()
-
-
-class _WithProducts(CheckpointIndex):
-    """Index that also has the keys of a model for packed tensors, at the bytes of these. A load finds them by name and
-    below a prefix. A tool, which lists the keys, finds the tensors as they are stored."""
-
-    def __iter__(self) -> Iterator[str]:
-        return (key for key in self.slots if not (key in self.scaled and self.scaled[key].packed))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def with_scaled(index: CheckpointIndex, files: Files) -> CheckpointIndex:
-    """Return the index of a folder with its quantized tensors."""
-    scaled = find(index.table, files)
-    entries = [
-        (key, StoredTensor(torch.uint8, of_key.shape, [StoredChunk((0, 0, 0), of_key.shape, chunk.location)]))
-        for key, of_key in scaled.items()
-        if of_key.packed
-        for chunk in index[of_key.packed].chunks  # type: ignore[union-attr]
-    ]
-    if entries:
-        both = joined(index, index_of(entries, index.files))
-        made = _WithProducts(both.table, both.columns, both.files)
-        made.strides, made.values_here, made.label = index.strides, index.values_here, index.label
-        index = made
-    index.scaled = scaled
-    return index
 
 
 def find(table: KeyColumns, files: Files) -> dict[str, Scaled]:
