@@ -6,6 +6,7 @@ functions say is in it (``tests/fixtures/zero.py``).
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -184,10 +185,13 @@ def _with_another_rate(model: dict[str, Any], ranks: list[dict[str, Any]]) -> No
     ranks[1]["base_optimizer_state"]["param_groups"][0]["lr"] = 0.25
 
 
-@pytest.mark.parametrize(("change", "key"), [(_of_another_step, "state.*step"), (_with_another_rate, "lr")])
+@pytest.mark.parametrize(
+    ("change", "key"), [(_of_another_step, "optim.state.*.step"), (_with_another_rate, "optim.param_groups.*.lr")]
+)
 def test_ranks_that_disagree_are_both_named(tmp_path: Path, change: Any, key: str) -> None:
     with pytest.raises(
-        dcp.CheckpointMismatch, match=rf"{key} differs between zero_pp_rank_0_.*\.pt and zero_pp_rank_1_.*one save"
+        dcp.CheckpointMismatch,
+        match=rf"{re.escape(key)} differs between zero_pp_rank_0_.*\.pt and zero_pp_rank_1_.*one save",
     ):
         dcp.inspect(written(tmp_path / "ck", change))
 
@@ -227,8 +231,20 @@ def test_a_slot_in_other_parts_is_refused_by_its_key_and_the_weights_load(tmp_pa
         dcp.read(folder)
 
 
-def test_a_folder_without_zero_is_read_as_the_one_file_that_it_has(tmp_path: Path) -> None:
-    folder = written(tmp_path / "ck", lambda model, ranks: (model.update(param_shapes=None), ranks.clear()))
+def _with_nothing_but_a_module(model: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    module = model.pop("module")
+    model.clear()
+    model["module"] = module
+    ranks.clear()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda model, ranks: (model.update(param_shapes=None), ranks.clear()), _with_nothing_but_a_module],
+    ids=["stage 0", "module"],
+)
+def test_a_folder_without_zero_is_read_as_the_one_file_that_it_has(tmp_path: Path, change: Any) -> None:
+    folder = written(tmp_path / "ck", change)
     (tmp_path / "latest").write_text("ck")
     for path in (folder, tmp_path):
         assert_same({"model.w": torch.zeros(3, 2), "model.mean": torch.ones(2)}, dcp.read(path, "model.*"))
@@ -272,6 +288,18 @@ def test_lies_are_damage_and_load_nothing(tmp_path: Path, lie: str) -> None:
     with pytest.raises((dcp.CheckpointCorrupt, dcp.CheckpointMismatch), match=str(folder)):
         dcp.load({"model": target}, folder, dcp.PartialLoad(unexpected="ignore"))
     assert (target["w"] == 9).all()
+
+
+@pytest.mark.parametrize("parts", [(torch.ones(2), torch.ones(2).double()), (torch.ones(2), torch.ones(3))], ids=len)
+def test_parts_of_a_frozen_parameter_that_do_not_fit_are_damage(
+    tmp_path: Path, parts: tuple[torch.Tensor, ...]
+) -> None:
+    model = {"module": {}, "param_shapes": [{}, {}], "buffer_names": [], "shared_params": {}, "dp_world_size": 2}
+    for rank, part in enumerate(parts):
+        frozen = {"frozen_param_shapes": {"f": (4,)}, "frozen_param_fragments": {"f": part}}
+        torch.save(model | frozen, tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+    with pytest.raises(dcp.CheckpointCorrupt, match=r"rank_1_mp_rank_00_model_states\.pt is damaged"):
+        dcp.inspect(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../../secret", "/etc", "..", "", "a/b", "a\0"])

@@ -23,7 +23,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from math import prod
 from typing import Any, NamedTuple
 
@@ -97,18 +97,26 @@ class _Folder(NamedTuple):
         held: dict[str, Any] = self.contents.views if isinstance(stored, View) else self.contents.values
         held[key] = stored
 
-    def put_pieces(self, key: str, shape: tuple[int, ...], flats: list[View], pieces: Pieces) -> None:
-        """Add a tensor of which each rank has pieces in its flat tensor."""
-        dtype, itemsize = flats[0].dtype, flats[0].dtype.itemsize
-        parts = [
-            View(flats[rank].file, flats[rank].start + (at + first) * itemsize, dtype, sizes, None, offsets)
-            for rank, at, begin, end in pieces
-            for offsets, sizes, first in _boxes(shape, begin, end)
-        ]
-        if len(parts) > 1:
-            self.contents.parts[key] = parts
-        else:  # a tensor without elements has no part
-            self.put(key, (parts or flats)[0]._replace(shape=shape, offsets=None))
+    def put_group(self, key: str, shapes: Shapes, flats: list[View], paddings: Sequence[int], cut: Cut) -> None:
+        """Add tensors that lie in one flat tensor of each rank. ``key`` has braces in place of their names."""
+        pieces = list(cut(list(map(prod, shapes.values())), paddings, [flat.shape[0] for flat in flats]))
+        (dtype,) = {flat.dtype for flat in flats}
+        for (name, shape), of_name in zip(shapes.items(), pieces, strict=True):
+            parts = [
+                View(flats[rank].file, flats[rank].start + (at + first) * dtype.itemsize, dtype, sizes, None, offsets)
+                for rank, at, begin, end in of_name
+                for offsets, sizes, first in _boxes(shape, begin, end)
+            ]
+            if len(parts) > 1:
+                self.contents.parts[key.replace("{}", name)] = parts
+            else:  # a tensor without elements has no part
+                self.put(key.replace("{}", name), (parts or flats)[0]._replace(shape=shape, offsets=None))
+
+    def put_shared(self, names: Iterable[str], shared: dict[str, tuple[Any, str]]) -> None:
+        """Add what parameters have in common, to each of them."""
+        for name in names:
+            for key, (stored, _) in shared.items():
+                self.put(f"optim.{key.replace('{}', name)}", stored)
 
 
 def read_folder(files: Files, prefix: str) -> Contents:
@@ -136,15 +144,16 @@ def read_folder(files: Files, prefix: str) -> Contents:
 def _read(folder: _Folder) -> Contents:
     name = _MODEL if folder.has(_MODEL.format(mp=0)) else _MODEL_OF_RANK
     is_universal = folder.has(_UNIVERSAL)
-    others = [other for mp in range(1, 1000) if is_universal and folder.has(other := name.format(rank=0, mp=mp))]
+    parallel = (name.format(rank=0, mp=mp) for mp in range(1, 1000))
+    others = list(takewhile(folder.has, parallel)) if is_universal else []
     with folder.opened(name.format(rank=0, mp=0)) as (file, tree):
         if not is_universal:
             _refuse_parallel(folder, tree, name)
-            if not tree["param_shapes"]:  # no ZeRO
+            if not tree.get("param_shapes"):  # no ZeRO
                 return torch_file.read_file(folder.files, file.name)
         groups, world_size = list(map(_shapes, tree["param_shapes"])), max(1, int(tree["dp_world_size"]))
         trained = {key for shapes in groups for key in shapes}
-        shared = {alias: source for alias, source in tree["shared_params"].items() if source in trained}
+        shared = {alias: source for alias, source in (tree.get("shared_params") or {}).items() if source in trained}
         # The module of ZeRO 3 has no elements of parameters, and that of one tensor parallel rank has only its own.
         module = tree["module"] or {}
         known = module.keys() if name == _MODEL and not others else module.keys() & tree["buffer_names"]
@@ -164,16 +173,18 @@ def _read(folder: _Folder) -> Contents:
     else:
         _add_partitions(folder, groups, world_size)
     for alias, source in shared.items():
-        for tensors in (folder.contents.views, folder.contents.parts):
-            tensors.update({f"model.{alias}": found} if (found := tensors.get(f"model.{source}")) else {})
+        held: dict[str, Any] = (
+            folder.contents.views if f"model.{source}" in folder.contents.views else folder.contents.parts
+        )
+        held[f"model.{alias}"] = held[f"model.{source}"]
     return folder.contents
 
 
 def _refuse_parallel(folder: _Folder, tree: Mapping[str, Any], name: str) -> None:
     """Raise CheckpointMismatch if ranks have other parts of the model than those of ZeRO."""
     has_experts = any(map(folder.has, _OF_EXPERTS)) or tree.get("ds_autoep_layers")
-    is_parallel = tree.get("mp_world_size", 1) != 1 or folder.has(name.format(rank=0, mp=1)) or tree["module"] is None
-    if has_experts or is_parallel:
+    is_pipeline = tree.get("param_shapes") and tree["module"] is None
+    if has_experts or is_pipeline or tree.get("mp_world_size", 1) != 1 or folder.has(name.format(rank=0, mp=1)):
         kind = "experts on single ranks" if has_experts else "tensor or pipeline parallel ranks"
         raise CheckpointMismatch(
             f"{folder.where} is a checkpoint of DeepSpeed with {kind}. Convert it where DeepSpeed is installed, and "
@@ -280,7 +291,7 @@ def _add_frozen(folder: _Folder, shapes: Shapes, world_size: int, described: tup
             of_ranks.append({key: _flat(file, key, tree["frozen_param_fragments"][key]) for key in shapes})
     for key, shape in shapes.items():
         flats = [of_rank[key] for of_rank in of_ranks]
-        _put_group(folder, {key: shape}, f"model.{key}", flats, [0], _each_cut)
+        folder.put_group(f"model.{key}", {key: shape}, flats, [0], _each_cut)
 
 
 def _add_partitions(folder: _Folder, groups: list[Shapes], world_size: int) -> None:
@@ -301,27 +312,14 @@ def _add_partitions(folder: _Folder, groups: list[Shapes], world_size: int) -> N
         for slot in of_group[0].flats:
             key, flats = f"optim.state.{{}}.{slot}" if slot else "model.{}", [group.flats[slot] for group in of_group]
             try:
-                _put_group(folder, shapes, key, flats, padding, cut)
+                folder.put_group(key, shapes, flats, padding, cut)
             except (IndexError, ValueError) as error:
                 if not slot:
                     raise
                 # Quantized optimizers, for example, have one number for many elements.
                 refused = RefusedValue(reason=f"is not stored in parts like those of the weights: {error}")
-                _put_shared(folder, shapes, {f"state.{{}}.{slot}": (refused, "")})
-        _put_shared(folder, shapes, of_group[0].shared)
-
-
-def _put_group(folder: _Folder, shapes: Shapes, key: str, flats: list[View], paddings: Sequence[int], cut: Cut) -> None:
-    """Add the tensors of a group of parameters. ``key`` has braces in place of their names."""
-    pieces = list(cut(list(map(prod, shapes.values())), paddings, [flat.shape[0] for flat in flats]))
-    for (name, shape), of_name in zip(shapes.items(), pieces, strict=True):
-        folder.put_pieces(key.replace("{}", name), shape, flats, of_name)
-
-
-def _put_shared(folder: _Folder, shapes: Iterable[str], shared: dict[str, tuple[Any, str]]) -> None:
-    for name in shapes:
-        for key, (stored, _) in shared.items():
-            folder.put(f"optim.{key.replace('{}', name)}", stored)
+                folder.put_shared(shapes, {f"state.{{}}.{slot}": (refused, "")})
+        folder.put_shared(shapes, of_group[0].shared)
 
 
 def _groups_of(file: OpenFile, state: Mapping[str, Any], count: int) -> Iterator[_Group]:
@@ -359,13 +357,13 @@ def _require_agreement(folder: _Folder, first: list[_Group], other: list[_Group]
     """Raise CheckpointMismatch if two ranks have other slots, steps or hyper-parameters."""
     for one, another in zip(first, other, strict=True):
         texts = [
-            {key: text for key, (_, text) in group.shared.items()}
-            | {slot: str(view.dtype) for slot, view in group.flats.items()}
+            {f"optim.{key}": text for key, (_, text) in group.shared.items()}
+            | {f"optim.state.{{}}.{slot}" if slot else "model.{}": str(x.dtype) for slot, x in group.flats.items()}
             for group in (one, another)
         ]
         if differing := texts[0].items() ^ texts[1].items():
             raise CheckpointMismatch(
-                f"{folder.where}: {min(differing)[0]} differs between {one.flats[''].file} and "
+                f"{folder.where}: {min(differing)[0].replace('{}', '*')} differs between {one.flats[''].file} and "
                 f"{another.flats[''].file}. Are these files of one save?"
             )
 
@@ -377,7 +375,7 @@ def _add_universal(folder: _Folder, groups: list[Shapes]) -> None:
         for number, shapes in enumerate(groups):
             slots = states.get(number, {})
             scalars = {slot: x for slot, x in slots.items() if not isinstance(x, torch.Tensor) or not x.dim()}
-            _put_shared(folder, shapes, _shared(file, scalars, tree["param_groups"], number))
+            folder.put_shared(shapes, _shared(file, scalars, tree["param_groups"], number))
     for name, shape in (pair for shapes in groups for pair in shapes.items()):
         if "/" in name or "\0" in name or name in ("", ".", ".."):
             raise ValueError(f"{name!r} is not the name of a folder")
@@ -389,6 +387,6 @@ def _add_universal(folder: _Folder, groups: list[Shapes]) -> None:
                 key = f"model.{name}" if slot == "fp32" else f"optim.state.{name}.{slot}"
                 if isinstance(leaf, torch.Tensor) and leaf.dim():  # of ZeRO 3, flat
                     flats = [_flat(file, key, leaf)]
-                    _put_group(folder, {name: shape}, key, flats, [0], _each_cut)
+                    folder.put_group(key, {name: shape}, flats, [0], _each_cut)
                 else:
                     folder.put(key, _stored(file, key, leaf["param"] if isinstance(leaf, Mapping) else leaf))
