@@ -138,7 +138,7 @@ def _load(data: bytes) -> Any:
         if str(error).startswith("megatron."):
             writer = (
                 "It is a checkpoint of Megatron-Core (torch_dist), as NeMo writes too. Convert it with Megatron Bridge "
-                "(examples/conversion/convert_checkpoints.py export --hf-model MODEL --megatron-path FOLDER --hf-path "
+                "(convert_checkpoints.py export --hf-model MODEL --megatron-path FOLDER --hf-path "
                 "OUT), or with NeMo (nemo llm export path=FOLDER target=hf output_path=OUT)."
             )
         raise UnsafeCheckpoint(

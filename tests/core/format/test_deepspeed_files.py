@@ -220,6 +220,21 @@ def test_other_parallel_ranks_are_refused_with_the_command_that_converts_them(
         dcp.inspect(folder)
 
 
+def test_the_parameters_of_several_ranks_are_read_from_a_universal_checkpoint(tmp_path: Path) -> None:
+    """Those of tensor and pipeline parallel ranks: each has its names, and the tensors are complete."""
+    folder = written(tmp_path / "ck")
+    model = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=True)
+    torch.save(model | {"module": None, "param_shapes": [{"v": (1,)}]}, folder / "mp_rank_01_model_states.pt")
+    for name in ("w", "v"):
+        (folder / "zero" / name).mkdir(parents=True)
+        torch.save({"param": torch.ones(4, 2)}, folder / "zero" / name / "fp32.pt")
+        torch.save(7, folder / "zero" / name / "step.pt")
+    torch.save({"param_groups": []}, folder / "zero" / "optimizer_state.pt")
+    steps = {f"optim.state.{name}.step": torch.tensor(7.0) for name in ("w", "v")}
+    weights = {f"model.{name}": torch.ones(4, 2) for name in ("w", "v")}
+    assert_same(steps | weights | {"model.mean": torch.ones(2)}, dcp.read(folder, ["model.*", "optim.*"]))
+
+
 def test_a_slot_in_other_parts_is_refused_by_its_key_and_the_weights_load(tmp_path: Path) -> None:
     def quantize(_: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
         for state in ranks:

@@ -92,7 +92,7 @@ class _Folder(NamedTuple):
 
     def put(self, key: str, stored: Any) -> None:
         if isinstance(stored, (int, float)) and key.startswith("optim.state.") and key.endswith(".step"):
-            stored = torch.tensor(float(stored))  # DeepSpeed's optimizers have a number, and those of torch a tensor
+            stored = torch.tensor(float(stored), dtype=torch.float32, device="cpu")  # as in optimizers of torch
         self.contents.kinds |= {"optim": "optimizer"} if key.startswith("optim.") else {}
         held: dict[str, Any] = self.contents.views if isinstance(stored, View) else self.contents.values
         held[key] = stored
