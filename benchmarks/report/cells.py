@@ -97,12 +97,23 @@ CELLS = (
     Cell("save, disk, 1 rank", "save", r"MiB.* 1 rank.*outputs", of_ceiling=1.10),
     Cell("save, disk, 2 ranks", "save", r"MiB.* 2 rank.*outputs", of_ceiling=1.15),
     Cell("save, /dev/shm, 2 ranks", "save", r"MiB.* 2 rank.*/dev/shm", of_ceiling=1.2),
-    Cell("load, warm", "load", r"warm, \d+ MiB.* 1 rank.*outputs", of_ceiling=1.25),
+    Cell("load, warm", "load", r"warm, \d+ MiB.* 1 rank.*outputs", ceiling="raw read and hash", of_ceiling=1.25),
+    *(
+        Cell(f"load, warm, {where}, {ranks} rank(s)", "load", rf"warm, \d+ MiB.* {ranks} rank.*{where}",
+             ceiling="raw read and hash", of_ceiling=1.25)
+        for where, ranks in (("outputs", 2), ("/dev/shm", 1), ("/dev/shm", 2))
+    ),
+    *(
+        Cell(f"load, warm, not verifying, {where}, {ranks} rank(s)", "load",
+             rf"warm, \d+ MiB.* {ranks} rank.*{where}", f"{OURS}, not verifying", peers="", of_ceiling=1.15)
+        for where in ("outputs", "/dev/shm")
+        for ranks in (1, 2)
+    ),
     Cell("load right after a save, same process", "load", r"right after .*same process"),
     Cell("load right after a save, another process", "load", r"right after .*another process"),
     Cell("load, cold", "load", r"cold, \d+ MiB.* 1 rank.*outputs", of_ceiling=1.05),
     Cell("4 000 tensors of 4 KiB, save", "save", r"4000 tensors.* 1 rank.*outputs"),
-    Cell("4 000 tensors of 4 KiB, load", "load", r"warm, 4000 tensors.* 1 rank.*outputs", leads={"safetensors": 0.6}),
+    Cell("4 000 tensors of 4 KiB, load", "load", r"warm, 4000 tensors.* 1 rank.*outputs", leads={"safetensors": 1.0}),
     Cell("columns of 2 → columns of 4", "reshard", "columns of 2 to columns of 4", lead=1.3),
     Cell("rows of 2 → columns of 4", "reshard", "rows of 2 to columns of 4", lead=2),
     Cell("rows of 4 → rows of 2", "reshard", "4 to 2"),

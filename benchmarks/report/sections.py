@@ -27,6 +27,8 @@ SECTIONS = {
         "Loading",
         (
             "load --state mixed --ranks 1 --where outputs --caches warm cold saved",
+            "load --state mixed --ranks 2 --where outputs --caches warm",
+            "load --state mixed --ranks 1 2 --where /dev/shm",
             "load --state 4000 --ranks 1 --where outputs --caches warm",
         ),
     ),

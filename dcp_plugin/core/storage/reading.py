@@ -81,7 +81,8 @@ class BatchOfFetches(Batch):
     def __init__(self, fetches: list[Fetch], cost: ReadCost) -> None:
         first = fetches[0]
         self._fetches = fetches
-        self._piece = READ_PIECE if cost.gap < READ_PIECE and first.block is not None else sys.maxsize
+        checks_pieces = cost.gap < READ_PIECE and first.block is not None
+        self._piece = max(READ_PIECE, first.block) if checks_pieces else sys.maxsize
         self.file, self.begin, self.key = first.location.file, first.begin, first.key
         self.nbytes = fetches[-1].end - self.begin
 
