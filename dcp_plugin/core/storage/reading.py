@@ -81,8 +81,8 @@ class BatchOfFetches(Batch):
     def __init__(self, fetches: list[Fetch], cost: ReadCost) -> None:
         first = fetches[0]
         self._fetches = fetches
-        checks_pieces = cost.gap < READ_PIECE and first.block is not None
-        self._piece = max(READ_PIECE, first.block) if checks_pieces else sys.maxsize
+        block = first.block if cost.gap < READ_PIECE else None
+        self._piece = sys.maxsize if block is None else max(READ_PIECE, block)
         self.file, self.begin, self.key = first.location.file, first.begin, first.key
         self.nbytes = fetches[-1].end - self.begin
 

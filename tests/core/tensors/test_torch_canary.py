@@ -151,6 +151,8 @@ def test_dtensor_tells_where_its_shard_is(world_size: int) -> None:
     value = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
     chunks = [(chunk.offsets, chunk.sizes) for chunk in _torch.sharded_value(value).chunks]
     assert chunks == [[((0,), (2,))], [((2,), (2,))], [((4,), (1,))], []][dist.get_rank()]
+    with torch.no_grad():
+        assert value._local_tensor is value.to_local()
 
 
 @on_ranks(2)
