@@ -124,11 +124,9 @@ def end(count: int, size: int, begin: int) -> bytes:
 
 
 def first_size(data: bytes | bytearray) -> int:
-    """Return the size of the first record according to the directory of an archive; 0 for other bytes."""
-    if len(data) < _END.size:
-        return 0
+    """Return the size of the first record of an archive. Raises struct.error if the bytes have no directory."""
     begin = _END.unpack_from(data, len(data) - _END.size)[6]
-    return int(_CENTRAL.unpack_from(data, begin)[9]) if begin + _CENTRAL.size <= len(data) else 0
+    return int(_CENTRAL.unpack_from(data, begin)[9])
 
 
 class Archive:

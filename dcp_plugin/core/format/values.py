@@ -203,9 +203,9 @@ class _Pickling:
             return NotImplemented
 
 
-def _dump(value: Any) -> bytes:
+def _dump(value: Any, pickle_module: Any = _Pickling) -> bytes:
     buffer = io.BytesIO()
-    torch.save(value, buffer, pickle_module=_Pickling)
+    torch.save(value, buffer, pickle_module=pickle_module)
     return buffer.getvalue()
 
 
@@ -244,32 +244,15 @@ class WholeItem:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> WholeItem:
         """Return the item of a tensor. Its bytes are counted and discarded, so that a save holds one item at a time."""
-        counter = _Counter()
-        _save_tensor(tensor, counter)
-        return cls(tensor, counter.count)
+        return cls(tensor, len(_saved(tensor)))
 
     def encode(self) -> bytes:
-        buffer = io.BytesIO()
-        _save_tensor(self.tensor, buffer)
-        return buffer.getvalue()
+        return _saved(self.tensor)
 
 
-class _Counter:
-    """File that counts the bytes written to it."""
-
-    count = 0
-
-    def write(self, data: Any) -> int:
-        self.count += len(data)
-        return len(data)
-
-    def flush(self) -> None:
-        """Do nothing."""
-
-
-def _save_tensor(tensor: torch.Tensor, file: Any) -> None:
+def _saved(tensor: torch.Tensor) -> bytes:
     try:
-        torch.save(copied(tensor), file)
+        return _dump(copied(tensor), pickle)
     except CheckpointMismatch:
         raise
     except Exception as error:  # the class may raise any type

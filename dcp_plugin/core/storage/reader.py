@@ -174,7 +174,6 @@ class CheckpointReader:
                 partly filled.
         """
         files, index = self.open().files, self.index
-        location_of = index.places.location
         with suppress(OSError):  # the read of the key reports the error
             files.pin(self._files_of(plan))
         boxes, chunks = [self._box(read) for read in plan.boxes], plan.chunks
@@ -182,7 +181,7 @@ class CheckpointReader:
             boxes += [
                 _Box(
                     read,
-                    StoredChunk(read.offsets, read.sizes, location_of(read.number)),
+                    StoredChunk(read.offsets, read.sizes, index.places.location(read.number)),
                     read.target.dtype,
                 )
                 for read in chunks

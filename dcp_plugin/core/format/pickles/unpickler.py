@@ -226,11 +226,12 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 
 def load(
-    archive: Archive, use: Use, wanted: Collection[int] | None = None, notes: list[str] | None = None
+    source: Archive | bytes, use: Use, wanted: Collection[int] | None = None, notes: list[str] | None = None
 ) -> tuple[Any, list[str]]:
     """Load a ``torch.save`` file.
 
     Args:
+        source: The file; or its pickle, if the file has no storages.
         wanted: Positions of the records of storages to read; None for all. Tensors of other storages are on the meta
             device. If it is empty, all tensors are on the meta device.
         notes: List to which a line is added for each object that became a plain value.
@@ -243,30 +244,23 @@ def load(
         UnsafeCheckpoint: Its values exceed the budget of :mod:`~dcp_plugin.core.format.pickles.walk`.
         Exception: The file is damaged, or would take more memory or time than a file of its size needs.
     """
-    with collector_paused():
-        return _loaded(archive.read(PICKLE).tobytes(), archive, use, wanted, notes)
-
-
-def load_bytes(data: bytes | bytearray, use: Use, notes: list[str] | None = None) -> Any:
-    """Return the content of a file in memory, as :func:`load`."""
-    if (pickled := pickle_in(data)) is not None:  # a value in the bytes that this package writes around it
-        return _loaded(pickled, None, use, None, notes)[0]
-    return load(Archive(io.BytesIO(data), len(data)), use, notes=notes)[0]
-
-
-def _loaded(
-    pickled: bytes, archive: Archive | None, use: Use, wanted: Collection[int] | None, notes: list[str] | None
-) -> tuple[Any, list[str]]:
     accepted = Accepted(use)
+    archive, pickled = (None, source) if isinstance(source, bytes) else (source, source.read(PICKLE).tobytes())
     try:
-        root = nodes_of(pickled, accepted.get)
-        if type(root) in LEAVES:  # a state may have thousands of numbers and texts, which need no walk
-            return root, accepted.unknown
-        with rebuilding_on("cpu" if wanted is None or wanted else "meta"):
-            return Unpickler(archive, len(pickled), notes, wanted).of(root), accepted.unknown
+        with collector_paused():
+            root = nodes_of(pickled, accepted.get)
+            if type(root) in LEAVES:  # a state may have thousands of numbers and texts, which need no walk
+                return root, accepted.unknown
+            with rebuilding_on("cpu" if wanted is None or wanted else "meta"):
+                return Unpickler(archive, len(pickled), notes, wanted).of(root), accepted.unknown
     except (Refused, UnsafeCheckpoint):
         raise
     except Exception as error:
         if use is not VALUE and accepted.unknown:  # the pickle does something that only the real object supports
             raise Refused(accepted.unknown[0]) from error
         raise
+
+
+def load_bytes(data: bytes | bytearray, use: Use, notes: list[str] | None = None) -> Any:
+    """Return the content of a file in memory, as :func:`load`."""
+    return load(pickle_in(data) or Archive(io.BytesIO(data), len(data)), use, notes=notes)[0]
