@@ -155,7 +155,7 @@ def with_keys_of(current: KeyPath | None, path: KeyPath) -> KeyPath:
     Stock stores every key as text, so a key that is no text is taken from the state. A key with dots may be several
     steps in the checkpoint; the complete path is then taken from the state.
     """
-    if current is None:
+    if current is None or current == path:
         return path
     # Equal paths, the usual case, are compared first: the texts of thousands of steps would take longer.
     if current == path or [str(step_of(part)) for part in current] != [str(step_of(part)) for part in path]:
@@ -269,7 +269,8 @@ def holds_sharded(value: Any) -> bool:
             return True
         if isinstance(node, (Mapping, list, tuple, set)) and id(node) not in seen:
             seen.add(id(node))
-            todo += node.values() if isinstance(node, Mapping) else node
+            children = node.values() if isinstance(node, Mapping) else node
+            todo += [child for child in children if type(child) not in PLAIN]  # a list may have millions of numbers
     return False
 
 
@@ -441,7 +442,9 @@ def _fits_path(key: Any) -> bool:
 def _is_walked_list(value: Any) -> bool:
     """Return whether stock walks a list: the list, or a list in it, holds a mapping or a tensor."""
     return isinstance(value, list) and any(
-        is_tensor(child) or isinstance(child, Mapping) or _is_walked_list(child) for child in value
+        is_tensor(child) or isinstance(child, Mapping) or _is_walked_list(child)
+        for child in value
+        if type(child) not in PLAIN
     )
 
 

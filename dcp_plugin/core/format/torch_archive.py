@@ -123,6 +123,12 @@ def end(count: int, size: int, begin: int) -> bytes:
     return end64 + locator + _END.pack(0x06054B50, 0, 0, few, few, small, low, 0)
 
 
+def first_size(data: bytes | bytearray) -> int:
+    """Return the size of the first record of an archive. Raises struct.error if the bytes have no directory."""
+    begin = _END.unpack_from(data, len(data) - _END.size)[6]
+    return int(_CENTRAL.unpack_from(data, begin)[9])
+
+
 class Archive:
     """Records of a ``torch.save`` file.
 

@@ -25,6 +25,7 @@ import torch
 
 from dcp_plugin.core.errors import CheckpointMismatch, UnsafeCheckpoint, first_line, size
 from dcp_plugin.core.format.columns import FACTORIES
+from dcp_plugin.core.format.payload import framed
 from dcp_plugin.core.format.pickles.unpickler import TENSOR, VALUE, load_bytes
 from dcp_plugin.core.format.pickles.walk import Refused
 from dcp_plugin.core.format.torch_archive import MAGIC
@@ -34,7 +35,7 @@ from dcp_plugin.core.tensors.kinds import classes_of, copied
 _MOST_DIGITS = 611
 """Most digits of an integer that a load surely accepts: its pickle gives the length in one byte."""
 _SMALL = 4096
-"""Largest value in bytes that :func:`encode` and :func:`decode` cache."""
+"""Largest value in bytes that :func:`decode` caches."""
 SIZED = frozenset({str, bytes, bytearray, np.ndarray})
 """Types of values that may be too large for a pickle, see :func:`why_too_large`."""
 _MOST_IN_PICKLE = 1 << 32
@@ -53,10 +54,7 @@ def encode(value: Any, allow_pickle: bool = False, notes: list[str] | None = Non
         ValueError: The value is, or contains, an integer that no load would accept.
     """
     try:
-        written = pickle.dumps(value) if (plain := is_plain(value)) else b""
-        if plain and written in _encoded:
-            return _encoded[written]
-        data = _dump(value if plain else _plain(value, notes, {}))
+        data = framed(pickle.dumps(value, 2)) if (plain := is_plain(value)) else _dump(_plain(value, notes, {}))
     except (pickle.PicklingError, AttributeError, TypeError, OverflowError, RecursionError) as error:
         raise UnsafeCheckpoint(f"a {type(value).__name__} that cannot be pickled ({error})") from error
     # A load of the bytes proves that the value is restored. Text and numbers need no proof, except long integers.
@@ -74,10 +72,6 @@ def encode(value: Any, allow_pickle: bool = False, notes: list[str] | None = Non
             raise UnsafeCheckpoint(
                 f"a {type(value).__name__} that can only be restored by executing pickled code"
             ) from error
-    if len(_encoded) >= _MOST_KNOWN:
-        _encoded.clear()
-    if plain and data.startswith(MAGIC):  # a test's mock of torch.save must not fill the cache of later tests
-        _encoded[written] = data
     return data
 
 
@@ -177,18 +171,12 @@ def _is_plain(value: Any, results: dict[int, bool]) -> bool:
         return kind in PLAIN
     if id(value) not in results:
         results[id(value)] = False  # for a list that contains itself
-        results[id(value)] = all(map(_is_plain, value, repeat(results)))
+        results[id(value)] = PLAIN.issuperset(map(type, value)) or all(map(_is_plain, value, repeat(results)))
     return results[id(value)]
 
 
-_encoded: dict[bytes, bytes] = {}
-"""Bytes of an item by the pickle of its value, which distinguishes ``1`` from ``True`` and ``0.0`` from ``-0.0``.
-
-The same few values occur for every parameter of an optimizer, and ``torch.save`` takes a tenth of a millisecond for
-each.
-"""
 _decoded: dict[bytes, Any] = {}
-"""Values by the bytes of the item."""
+"""Values by the bytes of the item. The same few values occur for every parameter of an optimizer."""
 _MOST_KNOWN = 4096
 
 
@@ -215,9 +203,9 @@ class _Pickling:
             return NotImplemented
 
 
-def _dump(value: Any) -> bytes:
+def _dump(value: Any, pickle_module: Any = _Pickling) -> bytes:
     buffer = io.BytesIO()
-    torch.save(value, buffer, pickle_module=_Pickling)
+    torch.save(value, buffer, pickle_module=pickle_module)
     return buffer.getvalue()
 
 
@@ -256,32 +244,15 @@ class WholeItem:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> WholeItem:
         """Return the item of a tensor. Its bytes are counted and discarded, so that a save holds one item at a time."""
-        counter = _Counter()
-        _save_tensor(tensor, counter)
-        return cls(tensor, counter.count)
+        return cls(tensor, len(_saved(tensor)))
 
     def encode(self) -> bytes:
-        buffer = io.BytesIO()
-        _save_tensor(self.tensor, buffer)
-        return buffer.getvalue()
+        return _saved(self.tensor)
 
 
-class _Counter:
-    """File that counts the bytes written to it."""
-
-    count = 0
-
-    def write(self, data: Any) -> int:
-        self.count += len(data)
-        return len(data)
-
-    def flush(self) -> None:
-        """Do nothing."""
-
-
-def _save_tensor(tensor: torch.Tensor, file: Any) -> None:
+def _saved(tensor: torch.Tensor) -> bytes:
     try:
-        torch.save(copied(tensor), file)
+        return _dump(copied(tensor), pickle)
     except CheckpointMismatch:
         raise
     except Exception as error:  # the class may raise any type

@@ -48,7 +48,13 @@ class ReadPlanner:
     ) -> None:
         self._targets, self._index, self._stored, self._scales = targets, index, stored, scales or {}
         self._chunks = self._wanted_as_stored()
-        others = [key for key in targets if key not in self._chunks]
+        # The layout of a value has nothing to compare, and a state may have thousands of values.
+        self._values = {
+            key: stored[key]
+            for key, target in targets.items()
+            if target is None and index.table.dtype_of(index.slots[stored[key]]) is None
+        }
+        others = [key for key in targets if key not in self._chunks and key not in self._values]
         self._layouts = {key: StoredLayout.of_table(index.table, index.slots[stored[key]]) for key in others}
         # The scales that a conversion would lose: not those that the caller applies, or loads beside the tensor.
         lost = {name: scaled.scale for name, scaled in index.scaled.items()} | dict.fromkeys(self._scales, "")
@@ -71,14 +77,12 @@ class ReadPlanner:
         """
         if self.misfits:
             raise CheckpointMismatch("\n  ".join(first(self.misfits)))
-        boxes, names = list[BoxRead](), dict[str, str]()
+        boxes = list[BoxRead]()
         for key, layout in self._layouts.items():
             target = self._targets[key]
-            if target is None:
-                names[key] = self._stored[key]
-            else:
-                boxes.extend(self._boxes(key, target, layout))
-        return ReadPlan(boxes, list(self._chunks.values()), names)
+            assert target is not None, "a value where a tensor is stored is a misfit"
+            boxes.extend(self._boxes(key, target, layout))
+        return ReadPlan(boxes, list(self._chunks.values()), self._values)
 
     def _wanted_as_stored(self) -> dict[str, BoxRead]:
         """Return the reads of targets whose only chunk is a small stored chunk."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from dcp_plugin.core.errors import CheckpointError, CheckpointMismatch, UnsafeCheckpoint, logger
-from dcp_plugin.core.format.index import CheckpointIndex, Location, StoredChunk, StoredTensor
+from dcp_plugin.core.format.index import CheckpointIndex, Location, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.core.format.payload import block_size
 from dcp_plugin.core.format.summary import Summary
 from dcp_plugin.core.format.values import encode
@@ -174,7 +174,7 @@ class CheckpointReader:
             CheckpointCorrupt, CheckpointNotFound, CheckpointUnreadable: The message names file and key. Targets may be
                 partly filled.
         """
-        files, location_of = self.open().files, self.index.places.location
+        files, index = self.open().files, self.index
         with suppress(OSError):  # the read of the key reports the error
             files.pin(self._files_of(plan))
         boxes, chunks = [self._box(read) for read in plan.boxes], plan.chunks
@@ -182,7 +182,7 @@ class CheckpointReader:
             boxes += [
                 _Box(
                     read,
-                    StoredChunk(read.offsets, read.sizes, location_of(read.number)),
+                    StoredChunk(read.offsets, read.sizes, index.places.location(read.number)),
                     read.target.dtype,
                 )
                 for read in chunks
@@ -197,11 +197,15 @@ class CheckpointReader:
                 wholes.append(box)
             else:
                 fetches += self._fetches(box, box.read.target)
-        locations = {key: location_of(self.index.rows_of(key)[0]) for key in plan.values.values()}
+        entries = {key: index[key] for key in plan.values.values()}  # an entry has its location already
+        locations = {
+            key: entry.location if isinstance(entry, StoredValue) else entry.chunks[0].location
+            for key, entry in entries.items()
+        }
         values: dict[tuple[str, int], bytearray] = {}
         for key, location in locations.items():
             place = location.file, location.offset
-            if key not in self.index.values_here and place not in values:  # equal values share an item
+            if key not in index.values_here and place not in values:  # equal values share an item
                 fetch_of_value, values[place] = fetch.of_value(key, location, self._block(location))
                 fetches.append(fetch_of_value)
         finish_device_work(read.target for read in plan.boxes)
@@ -236,11 +240,11 @@ class CheckpointReader:
 
     def _files_of(self, plan: ReadPlan, keys: Iterable[str] = ()) -> set[str]:
         """Return the files of a plan and of some keys. Columns have them, without an object for a chunk."""
-        rows = [read.number for read in itertools.chain(plan.boxes, plan.chunks)]
+        index, rows = self.index, [read.number for read in itertools.chain(plan.boxes, plan.chunks)]
         for key in itertools.chain(plan.values.values(), keys):
-            rows += self.index.rows_of(key)
-        numbers = self.index.columns["file"][np.array(rows, np.int64)]
-        return {self.index.file_names[number] for number in set(numbers.tolist())}
+            rows += index.rows_of(key)
+        numbers = index.columns["file"][np.array(rows, np.int64)]
+        return {index.file_names[number] for number in set(numbers.tolist())}
 
     def _box(self, read: BoxRead) -> _Box:
         entry = self.index[read.key]

@@ -10,7 +10,9 @@ import decimal
 import enum
 import io
 import pathlib
+import pickle
 import random
+import re
 import sys
 import types
 import uuid
@@ -25,6 +27,7 @@ import torch.distributed.checkpoint as stock
 
 import dcp_plugin as dcp
 from dcp_plugin.core.format import values
+from dcp_plugin.core.format.payload import framed
 from tests.objects import PickledAs
 
 
@@ -199,14 +202,47 @@ def test_what_would_have_to_be_executed_is_refused_when_it_is_saved(tmp_path: Pa
             dcp.save({"extra": {"it": value}}, tmp_path / "ck")
 
 
-def test_what_a_replaced_torch_save_has_not_written_is_not_remembered(tmp_path: Path) -> None:
-    # As a test of somebody's training does, in whose process more tests follow.
-    state = {"value": "of a test that replaces torch.save"}
+PLAIN: list[Any] = [
+    *(1, -7, True, None, 0.1, -0.0, float("nan"), 10**600, "", "a", "\ud800", b"ab", [], (), [1, (2, ["x"])]),
+    *("x" * length for length in range(1, 140)), [0.5] * 70_000,
+]  # fmt: skip
+
+
+def test_a_plain_value_is_stored_as_torch_save_would_without_checksums() -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        for value in PLAIN:
+            by_torch = _pickled(value)
+            assert values.encode(value) == re.sub(rb"\d{40}", b"0" * 40, by_torch)  # the identity of the archive
+            assert repr(torch.load(io.BytesIO(values.encode(value)), weights_only=True)) == repr(value)
+            assert repr(values.decode("it", by_torch)) == repr(values.decode("it", values.encode(value))) == repr(value)
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+
+def test_thousands_of_numbers_need_no_call_of_torch(tmp_path: Path) -> None:
+    state = {"values": {f"n{number}": number / 3 for number in range(5000)}}
+    target = {"values": dict.fromkeys(state["values"], 0.0)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "save", lambda *args, **kwargs: None)
-        dcp.save(state, tmp_path / "replaced")
-    dcp.save(state, tmp_path / "real")
-    assert dcp.read(tmp_path / "real") == state
+        for name in ("save", "load"):
+            patch.setattr(torch, name, lambda *args, **kwargs: pytest.fail("torch takes 100 us for each value"))
+        dcp.save(state, tmp_path / "ck")
+        dcp.load(target, tmp_path / "ck")
+    assert target == state
+
+
+def test_the_frame_of_a_plain_value_does_not_make_its_pickle_trusted() -> None:
+    shared = (1,) * 200_000
+    for value in ([shared] * 200_000, PickledAs(eval, ("1",)), [[[1]] * 1000] * 1000):
+        with pytest.raises(dcp.UnsafeCheckpoint):
+            values.decode("it", framed(pickle.dumps(value, 2)))
+    with pytest.raises(dcp.UnsafeCheckpoint):  # a storage: the frame has none
+        values.decode(
+            "it",
+            framed(
+                b"\x80\x02(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01tQ."
+            ),
+        )
 
 
 def test_a_path_of_another_library_is_text_and_the_save_says_so(tmp_path: Path) -> None:

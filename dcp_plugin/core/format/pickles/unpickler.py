@@ -27,8 +27,9 @@ from typing import Any, ClassVar
 import torch
 
 from dcp_plugin.core.errors import UnsafeCheckpoint
+from dcp_plugin.core.format.payload import pickle_in
 from dcp_plugin.core.format.pickles.nodes import Name, nodes_of
-from dcp_plugin.core.format.pickles.walk import Refused, Walk, fill, require_kinds
+from dcp_plugin.core.format.pickles.walk import LEAVES, Refused, Walk, fill, require_kinds
 from dcp_plugin.core.format.torch_archive import PICKLE, Archive
 from dcp_plugin.core.interrupts import collector_paused
 from dcp_plugin.core.tensors._torch import TENSOR_GLOBALS, name_of_today, rebuilding_on, storage_of, typed_storage
@@ -98,7 +99,6 @@ class Accepted:
         self.use = use
         self.unknown: list[str] = []
         self._names: dict[str, Any] = {}
-        self._users = dict(map(_named, torch.serialization.get_safe_globals())) if use.allows_user else {}
 
     def get(self, module: str, name: str) -> Any:
         """Return the :class:`Name` of a global, or the dtype that it names. Raises Refused if the use refuses it."""
@@ -112,8 +112,9 @@ class Accepted:
     def _value(self, module: str, full: str) -> Any:
         if full in self.use.globals:
             return self.use.globals[full]
-        if full in self._users and module not in _BLOCKED_MODULES and not _NUMPY.fullmatch(full):
-            return self._users[full]
+        users = dict(map(_named, torch.serialization.get_safe_globals())) if self.use.allows_user else {}
+        if full in users and module not in _BLOCKED_MODULES and not _NUMPY.fullmatch(full):
+            return users[full]
         if self.use.unknown is None or module in _BLOCKED_MODULES:
             raise Refused(full)
         if len(self.unknown) >= _MOST_UNKNOWN:
@@ -131,31 +132,34 @@ class Unpickler(Walk):
     """Walk over the pickle of a ``torch.save`` file that makes tensors, and the values that a use accepts.
 
     Args:
+        archive: None if the pickle may refer to no storage.
         nbytes: Bytes of the pickle.
         wanted: Positions of the records to read; None for all. Other storages are on the meta device.
     """
 
-    def __init__(self, archive: Archive, nbytes: int, notes: list[str] | None, wanted: Collection[int] | None) -> None:
+    def __init__(
+        self, archive: Archive | None, nbytes: int, notes: list[str] | None, wanted: Collection[int] | None
+    ) -> None:
         super().__init__(nbytes, notes)
         self._archive, self._wanted = archive, wanted
         self._storages: dict[str, torch.UntypedStorage] = {}
 
     def persistent_load(self, identifier: Any) -> Any:
         entry, kind, key, _, _ = identifier
-        if entry != "storage" or type(key) is not str:
-            raise ValueError("its pickle refers to something else than a storage")
+        if entry != "storage" or type(key) is not str or self._archive is None:
+            raise ValueError("its pickle refers to something else than a storage of its archive")
         dtype = getattr(kind, "_dtype", torch.uint8)
         if key not in self._storages:
-            self._storages[key] = self._storage(f"data/{key}", dtype)
+            self._storages[key] = self._storage(self._archive, f"data/{key}", dtype)
         return typed_storage(self._storages[key], dtype)
 
-    def _storage(self, name: str, dtype: torch.dtype) -> torch.UntypedStorage:
-        begin, size = self._archive.records[name]
+    def _storage(self, archive: Archive, name: str, dtype: torch.dtype) -> torch.UntypedStorage:
+        begin, size = archive.records[name]
         if self._wanted is not None and begin not in self._wanted:
             return storage_of(torch.empty(size, dtype=torch.uint8, device="meta"), begin)
         # Memory of numpy: unlike torch's own, no tensor of the pickle can enlarge it.
-        storage = storage_of(torch.from_numpy(self._archive.read(name)), begin)
-        if self._archive.is_swapped:
+        storage = storage_of(torch.from_numpy(archive.read(name)), begin)
+        if archive.is_swapped:
             storage.byteswap(dtype)  # type: ignore[no-untyped-call]
         return storage
 
@@ -222,11 +226,12 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 
 def load(
-    archive: Archive, use: Use, wanted: Collection[int] | None = None, notes: list[str] | None = None
+    source: Archive | bytes, use: Use, wanted: Collection[int] | None = None, notes: list[str] | None = None
 ) -> tuple[Any, list[str]]:
     """Load a ``torch.save`` file.
 
     Args:
+        source: The file; or its pickle, if the file has no storages.
         wanted: Positions of the records of storages to read; None for all. Tensors of other storages are on the meta
             device. If it is empty, all tensors are on the meta device.
         notes: List to which a line is added for each object that became a plain value.
@@ -240,11 +245,14 @@ def load(
         Exception: The file is damaged, or would take more memory or time than a file of its size needs.
     """
     accepted = Accepted(use)
+    archive, pickled = (None, source) if isinstance(source, bytes) else (source, source.read(PICKLE).tobytes())
     try:
-        with collector_paused(), rebuilding_on("cpu" if wanted is None or wanted else "meta"):
-            data = archive.read(PICKLE).tobytes()
-            walk = Unpickler(archive, len(data), notes, wanted)
-            return walk.of(nodes_of(data, accepted.get)), accepted.unknown
+        with collector_paused():
+            root = nodes_of(pickled, accepted.get)
+            if type(root) in LEAVES:  # a state may have thousands of numbers and texts, which need no walk
+                return root, accepted.unknown
+            with rebuilding_on("cpu" if wanted is None or wanted else "meta"):
+                return Unpickler(archive, len(pickled), notes, wanted).of(root), accepted.unknown
     except (Refused, UnsafeCheckpoint):
         raise
     except Exception as error:
@@ -255,4 +263,4 @@ def load(
 
 def load_bytes(data: bytes | bytearray, use: Use, notes: list[str] | None = None) -> Any:
     """Return the content of a file in memory, as :func:`load`."""
-    return load(Archive(io.BytesIO(data), len(data)), use, notes=notes)[0]
+    return load(pickle_in(data) or Archive(io.BytesIO(data), len(data)), use, notes=notes)[0]

@@ -28,7 +28,7 @@ FEW = 100_000
 _ALIKE = 100
 """Most keys of a dictionary, or elements of a set, with the same hash. An attacker can make numbers collide, and a
 dictionary takes quadratic time for these."""
-_LEAVES = frozenset({str, int, float, bool, type(None)})
+LEAVES = frozenset({str, int, float, bool, type(None)})
 _FREE = 1 << 26
 _COPIES = 40
 """Factor of the memory allowance: copies may take 64 MiB, and 40 times the size of the pickle."""
@@ -93,10 +93,11 @@ class Walk:
                     frame.made.append(self.named(child))
                 elif kind not in (tuple, list, Node):
                     frame.made.append(child)
-                elif kind is tuple and _LEAVES.issuperset(map(type, child)):  # a shape, for example
+                elif kind is not Node and LEAVES.issuperset(map(type, child)):  # a shape, or a list of numbers
                     self.left -= len(child)
                     frame.made.append(child)
                     frame.height = max(frame.height, 2)
+                    self._check(frame.height)  # each further path to it takes the time of its length again
                 elif (seen := self._seen.get(id(child))) is None:
                     frame = self._seen[id(child)] = _Frame(child, self.left)
                     frames.append(frame)
