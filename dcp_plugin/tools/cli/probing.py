@@ -112,7 +112,7 @@ def _print_proof(proof: Proof) -> None:
     if proof.not_judged:
         echo(f"not judged, since undisturbed runs differ: {', '.join(proof.not_judged)}")
     for loss in proof.losses[:_MAX_LISTED]:
-        echo(f"loss: {loss.name} at step {loss.step}: {loss.undisturbed} -> {loss.resumed}")
+        echo(f"logged: {loss}")
     for name in proof.changed_files[:_MAX_LISTED]:
         echo(f"changed outside of {{run}}: {name}")
     if len(proof.changed_files) > _MAX_LISTED:
