@@ -30,7 +30,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
-from dcp_plugin.core.errors import CheckpointError, CheckpointNotFound, refuse_other_systems, some
+from dcp_plugin.core.errors import CheckpointError, refuse_other_systems, some
 from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.paths import KILLED_AFTER, PROVED, Where, as_path
 from dcp_plugin.core.runs.scan import Scan
@@ -67,36 +67,16 @@ class _Inconclusive(Exception):
 
 
 @dataclass(frozen=True)
-class StepComparison:
-    """The checkpoints of one step, without a kill and with one.
-
-    Attributes:
-        after_kill: True if the resumed process has saved it, false if the killed one has.
-        differ: Number of keys that differ, without those in :attr:`Proof.not_judged`.
-        key, at, values: The first key and element that differ, by more than the noise if any does, and both values.
-        noise: Number of keys that differ between two undisturbed runs; None if these were not compared.
-        beyond: Number of keys that differ by more than the noise.
-    """
-
-    step: int
-    after_kill: bool
-    differ: int
-    key: str
-    at: str
-    values: tuple[str, str] | None
-    noise: int | None
-    beyond: int
-
-
-@dataclass(frozen=True)
 class Proof:
     """Result of :func:`prove`.
 
     Attributes:
         killed_after: The step of the newest checkpoint when the training was killed.
-        steps: The steps that both runs have, in order.
+        steps: The comparison of each step that both runs have, in order, without the keys in ``not_judged``. The key is
+            empty if none differs, and the first that differs by more than the noise if any does.
         first: The first step after the kill that differs by more than the noise.
-        differ, still_equal: The keys that differ at this step by parts of the training, and the parts without any.
+        noise: The largest relative difference of a tensor between undisturbed runs, by step after the kill; empty if
+            the second of them was not needed.
         not_saved: Parts of a training of which the checkpoints have no key.
         not_judged: Keys of values that differ between undisturbed runs, such as the state of an unseeded generator.
             They have no influence on the training if all other keys are equal.
@@ -108,10 +88,9 @@ class Proof:
     verdict: Literal["exact", "different", "inconclusive"]
     reason: str
     killed_after: int | None = None
-    steps: list[StepComparison] = field(default_factory=list)
-    first: StepComparison | None = None
-    differ: dict[str, list[str]] = field(default_factory=dict)
-    still_equal: list[str] = field(default_factory=list)
+    steps: dict[int, Divergence] = field(default_factory=dict)
+    first: int | None = None
+    noise: dict[int, float] = field(default_factory=dict)
     not_saved: list[str] = field(default_factory=list)
     not_judged: list[str] = field(default_factory=list)
     losses: list[str] = field(default_factory=list)
@@ -161,7 +140,8 @@ def prove(
             proof = _proved(trial, kill_after, list(exclude))
         except _Inconclusive as reason:
             proof = Proof("inconclusive", str(reason))
-    changed = {path for path, _ in before.items() ^ _files_in(Path.cwd(), home).items()}
+    after = _files_in(Path.cwd(), home)
+    changed = set() if before is None or after is None else {path for path, _ in before.items() ^ after.items()}
     proof = replace(proof, changed_files=sorted(changed | trial.made_elsewhere()), folder=home)
     if proof.verdict != "exact":
         return proof
@@ -226,6 +206,7 @@ class _Trial:
                 time.sleep(_POLL)
         finally:
             self.end_processes()
+            process.wait()
         if process.returncode and not is_due():
             lines = output.read_text(errors="replace").rstrip().split("\n")[-5:]
             status = f"the {name} run ended with status {process.returncode}; {output} ends with:"
@@ -256,7 +237,7 @@ class _Trial:
 
     def steps(self) -> dict[int, Where]:
         """Return the newest checkpoint of each step of the present run."""
-        return {step: path for root in self._roots() for step, path in _steps(root).items()}
+        return {step: path for root in self._roots() for step, path in steps_of(root).items()}
 
     def made_elsewhere(self) -> set[str]:
         """Return the folders outside of the home in which a run has looked for checkpoints or made some."""
@@ -272,16 +253,17 @@ class _Trial:
             CheckpointError: A process does not end.
         """
         until = time.monotonic() + _TRAILING
-        while alive := self._alive():
+        # Twice: a parent that ends during the first look hides its children, which are orphans in the second.
+        while alive := self._alive() or self._alive():
             if time.monotonic() > until:
-                raise CheckpointError(f"these processes of the command do not end: {some(map(str, alive))}")
+                raise CheckpointError(f"these processes of the command do not end: {some(list(alive))}")
             for pid in alive:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(_POLL / 5)
         for pid, parent, *_ in _processes():  # the next run may look whether a process with the number exists
             if parent == os.getpid() and pid not in self._others:
-                os.waitpid(pid, 0)
+                os.waitpid(pid, os.WNOHANG)
 
     def _roots(self) -> list[Path]:
         elsewhere = sorted(self.made_elsewhere()) if self.in_place else []
@@ -315,8 +297,8 @@ def _processes() -> Iterator[tuple[int, int, str, bool]]:
                 yield int(entry.name), int(parent), before.partition("(")[2], state not in "ZX"
 
 
-def _files_in(folder: Path, besides: Path) -> dict[str, int]:
-    """Return the files below a folder and the times of their last change; none of a folder with too many files."""
+def _files_in(folder: Path, besides: Path) -> dict[str, int] | None:
+    """Return the files below a folder with the times of their last change; None if there are too many."""
     changed: dict[str, int] = {}
     for directory, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if Path(directory, name) != besides and name != "__pycache__"]
@@ -324,7 +306,7 @@ def _files_in(folder: Path, besides: Path) -> dict[str, int]:
             with suppress(OSError):
                 changed[path] = os.lstat(path).st_ctime_ns
         if len(changed) > _MOST_FILES:
-            return {}
+            return None
     return changed
 
 
@@ -339,6 +321,7 @@ def _proved(trial: _Trial, kill_after: int | None, exclude: Collection[str]) -> 
     if not steps:
         raise _Inconclusive(f"the killed run has left no checkpoint with a step in {RUN}")
     trial.run(_RESUMED)
+    # Paths that a run saves to more than once, such as "last", show nothing.
     again = {path for path in trial.saves()[len(killed) :] if path in killed[:count] and planned.count(path) == 1}
     again |= {str(path) for step, path in trial.steps().items() if step <= max(steps) and path not in present}
     resumed = trial.put_away(_RESUMED)
@@ -350,7 +333,7 @@ def _proved(trial: _Trial, kill_after: int | None, exclude: Collection[str]) -> 
 
 def _compared(trial: _Trial, runs: list[Path], last: int, exclude: Collection[str]) -> Proof:
     """Compare an undisturbed run with a resumed one, and if they differ, with a second undisturbed one."""
-    steps = [_steps(run) for run in runs]
+    steps = [steps_of(run) for run in runs]
     common = sorted(steps[0].keys() & steps[1].keys())
     after = [step for step in common if step > last]
     if not after:
@@ -362,50 +345,48 @@ def _compared(trial: _Trial, runs: list[Path], last: int, exclude: Collection[st
     found = {step: _difference(step, steps[0][step], steps[1][step], exclude) for step in common}
     amounts = {step: _amounts(there) for step, there in found.items()}
     # Before the kill both runs are undisturbed.
-    unjudged = {key for step in common if step <= last for key in _values(amounts[step])}
+    unjudged = {key for step in common if step <= last for key in amounts[step] if amounts[step][key] == inf}
     losses = [_losses(run, exclude) for run in runs]
-    noise: dict[int, dict[str, float]] = {}
-    if any(amounts[step].keys() - unjudged for step in after) or _apart(losses, losses[0], last):
+    noise: dict[int, float] = dict.fromkeys(after, 0.0)
+    if any(amounts[step].keys() - unjudged for step in after) or _apart(losses[0], losses[1], losses[0], last):
         trial.run(_REPEATED)
         again = trial.put_away(_REPEATED)
         losses.append(_losses(again, exclude))
-        for step in _steps(again).keys() & after:
-            noise[step] = _amounts(_difference(step, steps[0][step], _steps(again)[step], exclude))
-            unjudged |= _values(noise[step])
-
-    def of_step(step: int) -> StepComparison:
-        usual = {key: amount for key, amount in noise.get(step, {}).items() if key not in unjudged}
-        keys = {key: amount for key, amount in amounts[step].items() if key not in unjudged}
-        limit = NOISE * max(usual.values(), default=0.0)
-        beyond = [key for key, amount in keys.items() if amount > limit]
+        repeated = steps_of(again)
+        noise = dict.fromkeys(after, inf)  # of a step that the second undisturbed run does not have
+        for step in repeated.keys() & after:
+            usual = _amounts(_difference(step, steps[0][step], repeated[step], exclude))
+            unjudged |= {key for key, amount in usual.items() if amount == inf}
+            noise[step] = max((amount for amount in usual.values() if amount < inf), default=0.0)
+    compared: dict[int, Divergence] = {}
+    first: int | None = None
+    for step, there in found.items():
+        differ = {part: [key for key in keys if key not in unjudged] for part, keys in there.differ.items()}
+        keys = [key for of_part in differ.values() for key in of_part]
+        beyond = [key for key in keys if step > last and amounts[step][key] > NOISE * noise[step]]
         key = next(iter([*beyond, *keys]), "")
-        place = (found[step].at, found[step].values) if key == found[step].key else ("", None)
-        return StepComparison(
-            step, step > last, len(keys), key, *place, len(usual) if step in noise else None, len(beyond)
-        )
-
-    compared = [of_step(step) for step in common]
-    first = next((step for step in compared if step.after_kill and step.beyond), None)
-    apart = _apart(losses, losses[-1] if losses[2:] else losses[0], last)
-    shared = {"losses": apart, "not_saved": _not_saved(steps[1][after[0]]), "not_judged": sorted(unjudged)}
-    if first is not None:
-        values = f" ({first.values[0]} -> {first.values[1]})" if first.values else ""
-        reason = f"the resume is not exact: step {first.step} differs first in {first.key}{first.at}{values}"
-        there = found[first.step]
-        return Proof("different", reason, last, compared, first, there.differ, there.still_equal, **shared)
-    if apart:
-        return Proof("different", f"the checkpoints are equal, but not the logged {apart[0]}", last, compared, **shared)
-    if any(step.differ for step in compared if step.after_kill):
-        reason = "two undisturbed runs differ as much as the resumed one: make the training deterministic"
-        return Proof("inconclusive", reason, last, compared, **shared)
+        at, values = (there.at, there.values) if key == there.key else ("", None)
+        differ = {part: keys for part, keys in differ.items() if keys}
+        compared[step] = replace(there, key=key, at=at, values=values, differ=differ)
+        first = step if first is None and beyond else first
+    apart = _apart(losses[0], losses[1], losses[-1] if losses[2:] else losses[0], last)
+    verdict: Literal["exact", "different", "inconclusive"] = "exact"
     reason = f"the resume is exact: {len(after)} checkpoint(s) after the kill are bit-identical"
-    return Proof("exact", reason, last, compared, **shared)
+    if first is not None:
+        verdict, reason = "different", f"step {first} differs first in {shown(compared[first])}"
+    elif apart:
+        verdict, reason = "different", f"the checkpoints are equal, but not the logged {apart[0]}"
+    elif any(compared[step].key for step in after):
+        verdict, reason = "inconclusive", "two undisturbed runs differ as much: make the training deterministic"
+    missing = _not_saved(steps[1][after[0]])
+    noise = noise if losses[2:] else {}
+    return Proof(verdict, reason, last, compared, first, noise, missing, sorted(unjudged), apart)
 
 
-def _steps(run: Path) -> dict[int, Where]:
-    with suppress(CheckpointNotFound):
-        return steps_of(run)
-    return {}
+def shown(difference: Divergence) -> str:
+    """Return the first key and element that differ, and both values; empty without any."""
+    values = f" ({difference.values[0]} -> {difference.values[1]})" if difference.values else ""
+    return f"{difference.key}{difference.at}{values}"
 
 
 def _difference(step: int, first: Where, second: Where, exclude: Collection[str]) -> Divergence:
@@ -420,10 +401,6 @@ def _amounts(found: Divergence) -> dict[str, float]:
     floats = {tensor.key: tensor.amount.relative for tensor in changed if tensor.amount and "float" in tensor.dtype}
     keys = (key for group in found.differ.values() for key in group)
     return {key: min(floats[key], sys.float_info.max / NOISE) if key in floats else inf for key in keys}
-
-
-def _values(amounts: dict[str, float]) -> set[str]:
-    return {key for key, amount in amounts.items() if amount == inf}
 
 
 def _not_saved(path: Where) -> list[str]:
@@ -443,7 +420,7 @@ def _losses(run: Path, exclude: Collection[str]) -> _Losses:
         {**state.metrics, "step": state.step} for state in Scan(run, read_all=True).states.values()
     ]
     for file in sorted(run.rglob("metrics.csv"), key=os.path.getmtime):
-        with open(file, newline="") as text:
+        with suppress(OSError, csv.Error), open(file, newline="", errors="replace") as text:
             rows += csv.DictReader(text)
     losses: _Losses = {}
     for row in rows:
@@ -453,9 +430,8 @@ def _losses(run: Path, exclude: Collection[str]) -> _Losses:
     return losses
 
 
-def _apart(losses: Sequence[_Losses], again: _Losses, last: int) -> list[str]:
+def _apart(undisturbed: _Losses, resumed: _Losses, again: _Losses, last: int) -> list[str]:
     """Return the losses after the kill that differ by more than those of the first run and its repetition."""
-    undisturbed, resumed = losses[:2]
     noise: dict[str, float] = {}
     for (name, step), loss in undisturbed.items():
         noise[name] = max(noise.get(name, 0.0), abs(loss - again.get((name, step), loss)))
