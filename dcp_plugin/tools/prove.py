@@ -36,7 +36,7 @@ from dcp_plugin.core.paths import KILLED_AFTER, PROVED, Where, as_path
 from dcp_plugin.core.runs.scan import Scan
 from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.tools.diff import diff
-from dcp_plugin.tools.divergence import LOADER, OPTIMIZER, RNG, Divergence, divergence_in, kind_of, steps_of
+from dcp_plugin.tools.divergence import LOADER, OPTIMIZER, RNG, Divergence, divergence_in, kind_of, places_in, steps_of
 
 RUN = "{run}"
 """Text in a command that is replaced by the folder of a run."""
@@ -73,7 +73,7 @@ class Proof:
     Attributes:
         killed_after: The step of the newest checkpoint when the training was killed.
         steps: The comparison of each step that both runs have, in order, without the keys in ``not_judged``. The key is
-            empty if none differs, and the first that differs by more than the noise if any does.
+            empty if none differs, and one that differs by more than the noise if any does, values before tensors.
         first: The first step after the kill that differs by more than the noise.
         noise: The largest relative difference of a tensor between undisturbed runs, by step after the kill; empty if
             the second of them was not needed.
@@ -263,7 +263,7 @@ class _Trial:
             time.sleep(_POLL / 5)
         for pid, parent, *_ in _processes():  # the next run may look whether a process with the number exists
             if parent == os.getpid() and pid not in self._others:
-                os.waitpid(pid, os.WNOHANG)
+                os.waitpid(pid, 0)
 
     def _roots(self) -> list[Path]:
         elsewhere = sorted(self.made_elsewhere()) if self.in_place else []
@@ -288,13 +288,17 @@ class _Trial:
 
 
 def _processes() -> Iterator[tuple[int, int, str, bool]]:
-    """Yield all processes of this system: number, number of the parent, name of the program, False for a zombie."""
+    """Yield all processes of this system: number, number of the parent, name of the program, False for a zombie.
+
+    The first thread of a process may be a zombie while another one still writes to a disk.
+    """
     for entry in os.scandir("/proc"):
         with suppress(OSError):
             if entry.name.isdigit():
                 before, _, after = Path(entry.path, "stat").read_text(errors="replace").rpartition(") ")
-                state, parent = after.split()[:2]
-                yield int(entry.name), int(parent), before.partition("(")[2], state not in "ZX"
+                state, parent, *others = after.split()
+                is_alive = state not in "ZX" or int(others[15]) > 1  # the number of threads
+                yield int(entry.name), int(parent), before.partition("(")[2], is_alive
 
 
 def _files_in(folder: Path, besides: Path) -> dict[str, int] | None:
@@ -364,8 +368,9 @@ def _compared(trial: _Trial, runs: list[Path], last: int, exclude: Collection[st
         differ = {part: [key for key in keys if key not in unjudged] for part, keys in there.differ.items()}
         keys = [key for of_part in differ.values() for key in of_part]
         beyond = [key for key in keys if step > last and amounts[step][key] > NOISE * noise[step]]
-        key = next(iter([*beyond, *keys]), "")
-        at, values = (there.at, there.values) if key == there.key else ("", None)
+        # A counter, a rate or a random stream is nearer to the cause than the tensors that follow from it.
+        key = next(iter([*sorted(beyond, key=lambda key: amounts[step][key] < inf), *keys]), "")
+        at, values = (there.at, there.values) if key == there.key else places_in(there).get(key, ("", None))
         differ = {part: keys for part, keys in differ.items() if keys}
         compared[step] = replace(there, key=key, at=at, values=values, differ=differ)
         first = step if first is None and beyond else first
