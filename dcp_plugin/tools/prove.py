@@ -362,18 +362,7 @@ def _compared(trial: _Trial, runs: list[Path], last: int, exclude: Collection[st
             usual = _amounts(_difference(step, steps[0][step], repeated[step], exclude))
             unjudged |= {key for key, amount in usual.items() if amount == inf}
             noise[step] = max((amount for amount in usual.values() if amount < inf), default=0.0)
-    compared: dict[int, Divergence] = {}
-    first: int | None = None
-    for step, there in found.items():
-        differ = {part: [key for key in keys if key not in unjudged] for part, keys in there.differ.items()}
-        keys = [key for of_part in differ.values() for key in of_part]
-        beyond = [key for key in keys if step > last and amounts[step][key] > NOISE * noise[step]]
-        # A counter, a rate or a random stream is nearer to the cause than the tensors that follow from it.
-        key = next(iter([*sorted(beyond, key=lambda key: amounts[step][key] < inf), *keys]), "")
-        at, values = (there.at, there.values) if key == there.key else places_in(there).get(key, ("", None))
-        differ = {part: keys for part, keys in differ.items() if keys}
-        compared[step] = replace(there, key=key, at=at, values=values, differ=differ)
-        first = step if first is None and beyond else first
+    compared, first = _judged(found, amounts, unjudged, noise)
     apart = _apart(losses[0], losses[1], losses[-1] if losses[2:] else losses[0], last)
     verdict: Literal["exact", "different", "inconclusive"] = "exact"
     reason = f"the resume is exact: {len(after)} checkpoint(s) after the kill are bit-identical"
@@ -386,6 +375,25 @@ def _compared(trial: _Trial, runs: list[Path], last: int, exclude: Collection[st
     missing = _not_saved(steps[1][after[0]])
     noise = noise if losses[2:] else {}
     return Proof(verdict, reason, last, compared, first, noise, missing, sorted(unjudged), apart)
+
+
+def _judged(
+    found: dict[int, Divergence], amounts: dict[int, dict[str, float]], unjudged: set[str], noise: dict[int, float]
+) -> tuple[dict[int, Divergence], int | None]:
+    """Return the differences without ``unjudged`` keys, and the first step that differs by more than its noise."""
+    compared: dict[int, Divergence] = {}
+    first: int | None = None
+    for step, there in found.items():
+        differ = {part: [key for key in keys if key not in unjudged] for part, keys in there.differ.items()}
+        keys = [key for of_part in differ.values() for key in of_part]
+        beyond = [key for key in keys if step in noise and amounts[step][key] > NOISE * noise[step]]
+        # A counter, a rate or a random stream is nearer to the cause than the tensors that follow from it.
+        key = next(iter([*sorted(beyond, key=lambda key: amounts[step][key] < inf), *keys]), "")
+        at, values = (there.at, there.values) if key == there.key else places_in(there).get(key, ("", None))
+        differ = {part: keys for part, keys in differ.items() if keys}
+        compared[step] = replace(there, key=key, at=at, values=values, differ=differ)
+        first = step if first is None and beyond else first
+    return compared, first
 
 
 def shown(difference: Divergence) -> str:
