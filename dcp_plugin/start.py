@@ -36,7 +36,7 @@ from dcp_plugin.core.errors import (
     logger,
     some,
 )
-from dcp_plugin.core.media import locate, medium_of, uncommitted_reason
+from dcp_plugin.core.media import locate, medium_of, refuse_real_run, uncommitted_reason
 from dcp_plugin.core.partial import PartialLoad
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path, public, resolved
 from dcp_plugin.core.ranks.collectives import Call, together
@@ -115,6 +115,7 @@ class StartOptions:
             without: Checkpoints to ignore, because they are damaged.
         """
         root_path = as_path(root, self.storage_options)
+        refuse_real_run(root_path, medium_of(root_path))  # before the notes of a job of Hydra
         hydra_jobs.refuse_other_jobs(root_path, self.resume)
         checkpoint = self._find(root, tools, without)
         hydra_jobs.compare(root_path, self.resume, checkpoint)

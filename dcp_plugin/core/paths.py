@@ -193,6 +193,17 @@ def absolute(path: PathLike) -> Path:
     return Path(os.path.realpath(Path(*parts[:after])), *parts[after:])
 
 
+PROVED = "DCP_PLUGIN_PROVE"
+"""Variable of the environment with the folder of the run of ``dcp-plugin prove`` that has started this process."""
+KILLED_AFTER = "DCP_PLUGIN_PROVE_KILLED_AFTER"
+"""Variable of the environment with the number of saves after which ``prove`` has the training killed; may be empty."""
+
+
+def folder_of_proof() -> Path | None:
+    """Return the folder of the run of ``dcp-plugin prove`` that has started this process; None without one."""
+    return Path(folder) if (folder := os.environ.get(PROVED)) else None
+
+
 def is_path(value: Any) -> bool:
     """Return whether :func:`as_path` accepts a value."""
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -18,7 +19,7 @@ from dcp_plugin.core.errors import CheckpointError, SaveFailed, some
 from dcp_plugin.core.format import PACKED, SUMMARY, read
 from dcp_plugin.core.format.summary import MAX_SIZE, OtherFormat, Summary
 from dcp_plugin.core.media.medium import Listed, Medium, P, Readable
-from dcp_plugin.core.paths import ObjectPath, Where
+from dcp_plugin.core.paths import KILLED_AFTER, ObjectPath, Where, folder_of_proof, resolved
 
 WORKSPACE = ".dcp_plugin"
 """The directory in a folder of checkpoints that has the saves in flight, or their records. If it belongs to another
@@ -69,6 +70,43 @@ def workspaces_in(folder: Where) -> list[Where]:
         with suppress(OSError):
             names = sorted(name for name in os.listdir(folder) if is_workspace(name) and name != WORKSPACE)
     return [folder / name for name in (WORKSPACE, *names)]
+
+
+def refuse_real_run(folder: Where, medium: Medium, save: str = "") -> None:
+    """Refuse a folder of checkpoints that is neither new nor made by this run of ``dcp-plugin prove``.
+
+    Outside of ``prove``, do nothing. A new folder is absent or empty; its name is recorded.
+
+    Args:
+        save: Name of the checkpoint in the folder that is about to be saved. It is recorded. If ``prove`` has the
+            training killed before this save, this process ends by SIGKILL, and ``prove`` ends all others.
+
+    Raises:
+        CheckpointError: The folder has other files. Nothing has changed.
+    """
+    if (proof := folder_of_proof()) is None:
+        return
+    import fcntl  # Linux alone has it, and this module is imported on all systems
+
+    folder = resolved(folder)
+    with open(proof / "folders", "a+") as file:
+        # Ranks look at the same time: without the lock, one sees the files that another has just made.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        if {str(proof), *file.read().splitlines()}.isdisjoint(map(str, (folder, *folder.parents))):
+            if medium.kind(folder) == "folder" and medium.entries(folder):
+                raise CheckpointError(
+                    f"{folder} is not new, and dcp-plugin prove has not made it: nothing is saved, resumed or deleted "
+                    f"there. In the command that is proved, write {{run}} in place of the folder of the run."
+                )
+            file.write(f"{folder}\n")
+    if save:
+        with open(proof / "saves", "a+") as file:
+            file.write(f"{folder / save}\n")
+            file.seek(0)
+            begun = len(file.readlines())
+        if begun > int(os.environ.get(KILLED_AFTER) or begun):
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def refuse_workspace(final: Where) -> None:
