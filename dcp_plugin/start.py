@@ -401,7 +401,7 @@ def resume_or_init(
             check = begin_check(verify_resume, expect_changed)
             with watching(check):
                 report = _resume(used, state, path, strict)
-            return report if check is None else check.at_end_of_load(Internals(used).ranks, report)
+            return report if check is None else check.finish(Internals(used).ranks, report)
 
         return options.start(used, modules_of(state), find, load)
     finally:
