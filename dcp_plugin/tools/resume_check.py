@@ -27,7 +27,7 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from dcp_plugin.checkpointer import Checkpointer, Internals
-from dcp_plugin.core.errors import CheckpointError, CheckpointMismatch, first_line, logger, some, warn
+from dcp_plugin.core.errors import CheckpointMismatch, first_line, logger, some, warn
 from dcp_plugin.core.format.keys import join
 from dcp_plugin.core.format.values import is_plain
 from dcp_plugin.core.loading import on_delivery
@@ -397,7 +397,7 @@ latest: ResumeCheck | None = None
 
 def verify_resume(
     state: Mapping[str, Any], *, expect_changed: Sequence[str] = (), on_difference: Literal["auto", "error"] = "auto"
-) -> LoadReport:
+) -> LoadReport | None:
     """Compare ``state`` with what the last resume of this process has loaded. Collective.
 
     Call this function before the loop, after everything that prepares the training. A resume compares at its own end.
@@ -408,12 +408,12 @@ def verify_resume(
         on_difference: ``"auto"`` warns, ``"error"`` raises.
 
     Returns:
-        The report of the resume. Its ``exact`` is True, False, or None if nothing could be compared.
+        The report of the resume. Its ``exact`` is True, False, or None if nothing could be compared. None if this
+        process has resumed nothing, or with ``verify_resume=False``.
 
     Raises:
         CheckpointMismatch: With ``"error"``, the state differs on a rank; raised on every rank. The message names keys
             and causes.
-        CheckpointError: This process has resumed nothing, or with ``verify_resume=False``.
 
     Example:
         >>> import dcp_plugin, torch
@@ -428,10 +428,7 @@ def verify_resume(
         True
     """
     if latest is None or latest.report is None:
-        raise CheckpointError(
-            "verify_resume compares with the last resume of this process, and there was none: call resume_or_init, "
-            "with verify_resume other than False, first."
-        )
+        return None
     check = replace(
         latest,
         mode=on_difference,

@@ -43,10 +43,16 @@ def resumed(root: Path, **more: Any) -> dict[str, Any]:
     return again
 
 
+def is_exact(state: dict[str, Any], **options: Any) -> bool | None:
+    report = dcp.verify_resume(state, **options)
+    assert report is not None
+    return report.exact
+
+
 def found(state: dict[str, Any], **options: Any) -> str:
     """The warning of a comparison that finds a difference."""
     with warned("NOT exact") as messages:
-        assert dcp.verify_resume(state, **options).exact is False
+        assert is_exact(state, **options) is False
     (message,) = messages
     return message
 
@@ -58,7 +64,7 @@ def test_a_resume_is_exact_and_says_what_was_compared(tmp_path: Path, caplog: py
     assert caplog.messages[-1].startswith("Resume is exact: ") and caplog.messages[-1].endswith(
         "at the end of the load"
     )
-    assert dcp.verify_resume(again).exact
+    assert is_exact(again)
     assert caplog.messages[-1].endswith("before the first step")
 
 
@@ -124,19 +130,19 @@ def test_an_object_may_transform_a_part_of_its_state(tmp_path: Path) -> None:
     dcp.save({"ema": Average(1), "n": 1}, tmp_path / "step-1")
     again = {"ema": Average(1), "n": 0}
     assert dcp.resume_or_init(again, tmp_path).report.exact  # type: ignore[union-attr]
-    assert dcp.verify_resume(again).exact
+    assert is_exact(again)
 
 
 def test_buffers_and_random_numbers_may_change_before_the_first_step(tmp_path: Path) -> None:
     again = resumed(tmp_path)
     again["model"](torch.randn(3, 4))
-    assert dcp.verify_resume(again).exact
+    assert is_exact(again)
 
 
 def test_a_tensor_of_another_dtype_is_not_compared(tmp_path: Path) -> None:
     again = resumed(tmp_path)
     again["model"][0].to(torch.bfloat16)
-    assert dcp.verify_resume(again).exact
+    assert is_exact(again)
 
 
 @pytest.mark.parametrize("globs", [["lr"], "optim.param_groups.*.lr"])
@@ -145,7 +151,7 @@ def test_what_changes_on_purpose_can_be_named(tmp_path: Path, globs: Any) -> Non
     for group in again["optim"].param_groups:
         group["lr"] = 7.0
     assert "optim.param_groups" in found(again)
-    assert dcp.verify_resume(again, expect_changed=globs).exact
+    assert is_exact(again, expect_changed=globs)
 
 
 def test_a_load_that_loses_bits_is_not_exact(tmp_path: Path) -> None:
@@ -162,9 +168,13 @@ def test_keys_that_are_missing_are_not_restored(tmp_path: Path) -> None:
     assert len(messages) == 1
 
 
-def test_a_comparison_needs_a_resume_and_a_known_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fresh_start_has_nothing_to_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dcp_plugin.tools.resume_check.latest", None)
-    refusal(dcp.CheckpointError, lambda: dcp.verify_resume({"n": 1}), "resume_or_init")
+    assert dcp.resume_or_init({"n": 1}, tmp_path).how == "fresh"
+    assert dcp.verify_resume({"n": 1}) is None
+
+
+def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:
     dcp.save({"n": 1}, tmp_path / "step-1")
     wrong: Any = "warn"
     with pytest.raises(ValueError, match="'warn'"):
@@ -200,7 +210,7 @@ def test_a_difference_on_one_rank_is_raised_on_all(tmp_path: Path, layout: str) 
     dcp.save({"model": model, "optim": optimizer}, tmp_path / "step-1")
     again = dict(zip(("model", "optim"), build(layout), strict=True))
     assert dcp.resume_or_init(again, tmp_path).report.exact  # type: ignore[union-attr]
-    assert dcp.verify_resume(again).exact
+    assert is_exact(again)
     if torch.distributed.get_rank() == 1:
         again["optim"].param_groups[0]["lr"] = 7.0
     message = refusal(dcp.CheckpointMismatch, lambda: dcp.verify_resume(again, on_difference="error"), "on 2 ranks")
