@@ -85,7 +85,7 @@ class ResumeCheck:
     sizes: dict[str, Mark] = field(default_factory=dict)  # of all leaves
     compared: set[str] = field(default_factory=set)
     differences: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))  # cause -> keys
-    failure: Exception | None = None
+    failure: str = ""
     report: LoadReport | None = None
     prepare: Callable[[Any], Mapping[str, Any]] = dict  # state of a user -> objects under the names of the checkpoint
 
@@ -114,7 +114,8 @@ class ResumeCheck:
     def _attempt(self, work: Callable[[], Any]) -> Any:
         """Return the result of ``work``. A failure ends the comparison, but not the resume."""
         attempt = Attempt.of(work)
-        self.failure = self.failure or attempt.failure
+        if attempt.failure is not None:  # as text: its traceback would keep the objects alive
+            self.failure = self.failure or f"{type(attempt.failure).__name__}: {first_line(attempt.failure)}"
         return attempt.value
 
     def _note(
@@ -160,9 +161,10 @@ class ResumeCheck:
     def _refer_to(self, live: Live) -> None:
         for name, keys in live.by_name(live.marks).items():
             settled = _settled(live.adapters[name], keys)
-            self.sizes |= {key: live.marks[key] for key in keys if key not in self.sizes}
-            own = {key: live.marks[key] for key in keys if key not in settled}
-            self.reference = own | self.reference
+            for key in keys:
+                self.sizes.setdefault(key, live.marks[key])
+                if key not in settled:
+                    self.reference.setdefault(key, live.marks[key])
 
     def compare(self, state: Mapping[str, Any], ranks: Ranks) -> None:
         """Compare the live objects with the reference. Collective if a module contains FSDP1."""
@@ -171,12 +173,12 @@ class ResumeCheck:
             same, differing = _compared(self.reference, live.marks, keys)
             self.compared.update(same)
             gone = [key for key in keys if key not in live.marks]
-            zeros = [key for key in differing if live.marks[key].is_zero()] + gone
+            zeros = {*gone, *(key for key in differing if live.marks[key].is_zero())}
             counters = [key for key in differing if key.rpartition(".")[2] in _COUNTERS]
             has_grown = [_number(live.marks[key]) > _number(self.reference[key]) for key in counters]
             if live.adapters[name].kind == "module":
                 self._differ(OVERWRITTEN, [key for key in differing if key not in zeros])
-                self._differ(REINITIALISED, zeros)
+                self._differ(REINITIALISED, [key for key in keys if key in zeros])
             elif counters and all(has_grown) and not gone:
                 self._differ(SHIFTED, differing)
             else:
@@ -257,10 +259,9 @@ class ResumeCheck:
         }
         unexpected = {cause: [key for key in keys if not self._is_expected(key)] for cause, keys in found.items()}
         lines = [f"{cause}: {some(keys)}" for cause, keys in unexpected.items() if keys]
-        failures = [f"{type(self.failure).__name__}: {first_line(self.failure)}"] if self.failure is not None else []
         marks = [self.sizes[key] for key in self.compared & self.sizes.keys()]
         sizes = sum(mark.hashed for mark in marks), sum(mark.nbytes for mark in marks)
-        return lines, failures, (len(self.compared), len(self.sizes), *sizes)
+        return lines, [self.failure] if self.failure else [], (len(self.compared), len(self.sizes), *sizes)
 
     def _is_expected(self, key: str) -> bool:
         return any(fnmatchcase(text, glob) for glob in self.expected for text in (key, key.rpartition(".")[2]))
