@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -105,11 +105,16 @@ class ResumeCheck:
             on_delivery.reset(token)
 
     @contextmanager
-    def _delivering(self, state: Mapping[str, Any], fitted: FittedLoad, ranks: Ranks) -> Iterator[Callable[[], None]]:
+    def _delivering(
+        self, state: Mapping[str, Any], fitted: FittedLoad, ranks: Ranks, stored: Collection[str]
+    ) -> Iterator[Callable[[], None]]:
         delivered: Marks = {}
         before = self._attempt(lambda: _marks_before(fitted))
         yield lambda: delivered.update(self._attempt(lambda: marks_of(fitted.targets)) or {})
         self._attempt(lambda: self._note(delivered, before or {}, fitted, state, ranks))
+        names = {key.partition(".")[0] for key in (*fitted.match.stored.values(), *fitted.opened.objects, "extra")}
+        if unused := {key.partition(".")[0] for key in stored} - names:
+            self.failure = self.failure or f"no object of the state takes {some(sorted(unused))} of the checkpoint"
 
     def _attempt(self, work: Callable[[], Any]) -> Any:
         """Return the result of ``work``. A failure ends the comparison, but not the resume."""
@@ -129,7 +134,7 @@ class ResumeCheck:
         own_code = {name for name, adapter in adapters.items() if _transforms(adapter, fitted)}
         is_known = all(adapters[name].kind != "stateful" or _is_known(adapters[name]) for name in own_code)
         live = Live.of(state, ranks, own_code if is_known else adapters)
-        rest = Live({name: adapters[name] for name in adapters.keys() - live.adapters.keys()}, delivered)
+        rest = Live({name: adapters[name] for name in adapters.keys() - live.adapters.keys()}, delivered, ())
         self.sizes |= delivered
         self._refer_to(live)
         self._refer_to(rest)
@@ -169,10 +174,13 @@ class ResumeCheck:
     def compare(self, state: Mapping[str, Any], ranks: Ranks) -> None:
         """Compare the live objects with the reference. Collective if a module contains FSDP1."""
         live = self._attempt(lambda: Live.of(state, ranks))
+        present = live.present if live is not None else ()
+        # A key below a leaf, or beside others, may be a part of a tensor that has another class now.
+        alive = {text for key in present for text in (key, key.rpartition(".")[0])}
         for name, keys in live.by_name(self.reference).items() if live is not None else ():
             same, differing = _compared(self.reference, live.marks, keys)
             self.compared.update(same)
-            gone = [key for key in keys if key not in live.marks]
+            gone = [key for key in keys if key not in alive and key.rpartition(".")[0] not in alive]
             zeros = {*gone, *(key for key in differing if live.marks[key].is_zero())}
             counters = [key for key in differing if key.rpartition(".")[2] in _COUNTERS]
             has_grown = [_number(live.marks[key]) > _number(self.reference[key]) for key in counters]
@@ -183,6 +191,9 @@ class ResumeCheck:
                 self._differ(SHIFTED, differing)
             else:
                 self._differ(REINITIALISED if zeros or counters else OVERWRITTEN, differing + gone)
+        known = {} if live is None else live.by_name(self.sizes)
+        unloaded = [] if live is None else [name for name in live.by_name(live.marks) if name not in known]
+        self._differ(NOT_RESTORED, unloaded)
         if self.differences[SHIFTED]:  # the schedule has set the rates of the optimizer
             rates = [key for key in self.differences[OVERWRITTEN] if key.endswith(".lr")]
             self.differences[OVERWRITTEN] = [key for key in self.differences[OVERWRITTEN] if key not in rates]
@@ -214,8 +225,8 @@ class ResumeCheck:
             counts = f"{compared:,} of {delivered:,} values".replace(",", " ")
             text = f"Resume is exact{on_ranks}: {counts}, {share:.{0 if share >= 1 else 2}f} % of their bytes, {when}"
             if not self.report.exact:
-                reason = "; ".join(failures) or "the objects of this state cannot be read again"
-                text = f"Resume was not compared{on_ranks}, {when}: {reason}"
+                reason = "; ".join(failures) or "no object of this state can be compared"
+                text = f"Resume is not known to be exact{on_ranks}, {when}: {reason}"
         if ranks.rank == 0:
             (warn if lines else logger.info)(text)
         return self.report
@@ -273,6 +284,7 @@ class Live:
 
     adapters: dict[str, StateAdapter]
     marks: Marks
+    present: Collection[str]  # keys of all leaves, also of those without a mark
 
     @classmethod
     def of(cls, state: Mapping[str, Any], ranks: Ranks, names: Container[str] | None = None) -> Live:
@@ -283,7 +295,8 @@ class Live:
             else []
         )
         readable = [a for a in every if not isinstance(a, PositionAdapter) and (names is None or a.name in names)]
-        return cls({adapter.name: adapter for adapter in readable}, marks_of(gather_state(readable)[0]))
+        leaves, _ = gather_state(readable)
+        return cls({adapter.name: adapter for adapter in readable}, marks_of(leaves), leaves.keys())
 
     def by_name(self, marks: Marks) -> dict[str, list[str]]:
         """Return the keys of each object that was read here."""
