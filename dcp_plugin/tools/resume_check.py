@@ -42,9 +42,8 @@ from dcp_plugin.core.tensors._torch_modules import has_own_state_dict, has_post_
 from dcp_plugin.core.tensors.host_memory import is_plain_memory, memory_view
 from dcp_plugin.core.types import OfEachRank, ShardedValue
 
-NOT_RESTORED, CONVERTED = "not restored", "converted by the load to a dtype of fewer bits"
-OVERWRITTEN, REINITIALISED = "overwritten after the restore", "reinitialised after the restore"
-SHIFTED = "stepped once more after the restore"
+NOT_RESTORED, OVERWRITTEN = "not restored", "overwritten after the restore"
+REINITIALISED, SHIFTED = "reinitialised after the restore", "stepped once more after the restore"
 
 _MOST_NAMED = 100  # keys of one cause that a rank sends to the others
 _PIECE, _PIECES = 4096, 16  # bytes of a piece of a sample, and pieces of a large tensor
@@ -146,8 +145,6 @@ class ResumeCheck:
             self.compared.update(same)
             if differing and not (name in own_code and (taken or live.adapters[name].kind != "stateful")):
                 self._differ(NOT_RESTORED if name in own_code else OVERWRITTEN, differing)
-        targets = ((key, fitted.targets.get(key)) for key in fitted.match.report.cast)
-        self._differ(CONVERTED, [k for k, t in targets if isinstance(t, ShardedValue) and t.dtype.itemsize < 4])
 
     def _differ(self, cause: str, keys: Sequence[str]) -> None:
         self.differences[cause] += keys
@@ -183,14 +180,13 @@ class ResumeCheck:
             gone = [key for key in keys if key not in alive and key.rpartition(".")[0] not in alive]
             zeros = {*gone, *(key for key in differing if live.marks[key].is_zero())}
             counters = [key for key in differing if key.rpartition(".")[2] in _COUNTERS]
-            has_grown = [_number(live.marks[key]) > _number(self.reference[key]) for key in counters]
             if live.adapters[name].kind == "module":
                 self._differ(OVERWRITTEN, [key for key in differing if key not in zeros])
                 self._differ(REINITIALISED, [key for key in keys if key in zeros])
-            elif counters and all(has_grown) and not gone:
+            elif counters and not zeros:
                 self._differ(SHIFTED, differing)
             else:
-                self._differ(REINITIALISED if zeros or counters else OVERWRITTEN, differing + gone)
+                self._differ(REINITIALISED if zeros else OVERWRITTEN, differing + gone)
         known = {} if live is None else live.by_name(self.sizes)
         unloaded = [] if live is None else [name for name in live.by_name(live.marks) if name not in known]
         self._differ(NOT_RESTORED, unloaded)
@@ -339,12 +335,6 @@ def _transforms(adapter: StateAdapter, fitted: FittedLoad) -> bool:
         is_deferred = any(key.startswith(f"{adapter.name}.") for key in fitted.match.deferred)
         return is_deferred or any(map(has_post_load_hooks, adapter.module.modules()))
     return adapter.kind == "stateful"
-
-
-def _number(mark: Mark) -> float:
-    """Return the number of a counter; 0 for any other leaf."""
-    is_number = isinstance(mark.digest, str) and mark.digest.replace(".", "", 1).isdecimal()
-    return float(mark.digest) if is_number else 0.0
 
 
 def _is_known(adapter: StateAdapter) -> bool:
