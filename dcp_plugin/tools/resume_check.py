@@ -48,7 +48,7 @@ REINITIALISED, SHIFTED = "reinitialised after the restore", "stepped once more a
 _MOST_NAMED = 100  # keys of one cause that a rank sends to the others
 _PIECE, _PIECES = 4096, 16  # bytes of a piece of a sample, and pieces of a large tensor
 _COUNTERS = ("step", "last_epoch", "_step_count")
-_ZEROS = {repr(value) for value in (0, 0.0, False, None, [], (), "")}
+_ZEROS = {"0", "0.0", "False", "None", "[]", "()", "''"}
 
 
 class Mark(NamedTuple):
@@ -204,7 +204,9 @@ class ResumeCheck:
         Raises:
             CheckpointMismatch: The state differs on a rank and the mode is ``"error"``; raised on every rank.
         """
-        of_ranks = ranks.combine(f"compare the state with {report.path}", lambda: self._outcome(report), list)
+        of_ranks: list[Any] = ranks.combine(
+            f"compare the state with {report.path}", lambda: self._outcome(report), list
+        )
         lines, failures = (said_by_ranks([outcome[number] for outcome in of_ranks]) for number in (0, 1))
         compared, delivered, hashed, nbytes = map(max, zip(*(outcome[2] for outcome in of_ranks), strict=True))
         self.report = replace(report, exact=False if lines else True if compared and not failures else None)
@@ -379,7 +381,7 @@ def _digest(tensor: torch.Tensor) -> tuple[int, int]:
     a device."""
     if not is_plain_memory(tensor):  # dense memory in another order is read as it is
         tensor = tensor.detach().resolve_conj().resolve_neg()
-        order = sorted(range(tensor.ndim), key=lambda dim: (-tensor.stride(dim), dim))
+        order = sorted(range(tensor.ndim), key=lambda dim: tensor.stride()[dim], reverse=True)
         tensor = tensor.permute(order).contiguous()
     step = (tensor.nbytes - _PIECE) // (_PIECES - 1) if tensor.nbytes > _PIECE * _PIECES else 0
     if is_plain_memory(tensor):
