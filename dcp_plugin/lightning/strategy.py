@@ -8,7 +8,9 @@ their strategies themselves (``DCPFSDPStrategy``, for Hydra) are made in the sam
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning_utilities.core.overrides import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -18,8 +20,10 @@ from torch.optim import Optimizer
 from dcp_plugin.checkpointer import Internals
 from dcp_plugin.core.errors import CheckpointError
 from dcp_plugin.core.paths import PathLike, Where
+from dcp_plugin.core.records import LoadReport
 from dcp_plugin.core.sources import SourceFiles
 from dcp_plugin.core.state import (
+    NamesOnly,
     OwnLayout,
     OwnNames,
     flatten_optimizer,
@@ -30,7 +34,7 @@ from dcp_plugin.core.state import (
     unwrapped_optimizer,
     with_numbers,
 )
-from dcp_plugin.integration import is_regular_file
+from dcp_plugin.integration import MODEL, OPTIM, is_regular_file, numbered
 from dcp_plugin.integration import lightning_packages as packages
 from dcp_plugin.integration.lightning_packages import SUPPORTED, StrategyAdapter, override
 from dcp_plugin.lightning import _lightning, layout, live_load, resume
@@ -39,7 +43,7 @@ from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.lightning.live_load import Loaded
 from dcp_plugin.lightning.model_checkpoint import normalise_dirpaths, promote_callbacks
 from dcp_plugin.lightning.resume import Resume
-from dcp_plugin.start import Start
+from dcp_plugin.start import Start, begin_check
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -63,6 +67,10 @@ class LightningAdapter(StrategyAdapter):
         """The names in ``state_dict()`` of the module, in the checkpoint that is being made."""
         self._groups_made: list[int] = []
         """Number of groups of each optimizer when it was made."""
+        self._check: Any = None
+        """The comparison of a resume, a ``ResumeCheck``, until all state is restored; else None."""
+        self._at_end = ExitStack()
+        """The comparison of a resume whose training has not begun."""
 
     @property
     def io(self) -> DCPCheckpointIO:
@@ -101,6 +109,8 @@ class LightningAdapter(StrategyAdapter):
         if self.fitting:
             normalise_dirpaths(trainer)
         self.io.all_came = None
+        if self._check is not None:  # hooks have seen the model, and no other code has changed it yet
+            self._check.take({MODEL: self.model}, ranks)
         self.stock.setup(trainer)
         self._set_up = True
         self._groups_made = [len(optimizer.param_groups) for optimizer in self.strategy.optimizers]
@@ -160,6 +170,7 @@ class LightningAdapter(StrategyAdapter):
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> Checkpoint:
         self._loaded = self._resume = None
+        self._check = begin_check(self.io.verify_resume, self.io.expect_changed) if self.fitting else None
         path = self.io.where(self.strategy.broadcast(checkpoint_path))
         weights_only = self.io.weights_only if weights_only is None else weights_only
         self.io.wait()
@@ -275,7 +286,29 @@ class LightningAdapter(StrategyAdapter):
                 io.started = None if continues else io.start(self.model, self.module.strict_loading)
             if io.init_from is not None and io.started is not None:
                 rank_zero_info(str(io.started))
+            if self._check is not None and io.started is not None and io.started.how == "resumed":
+                self._compare_later(io.started)
         self.stock.barrier(*args, **kwargs)
+
+    def _compare_later(self, started: Start) -> None:
+        """Make the restored state the reference, and compare the live state with it before ``on_train_start``."""
+        trainer, ranks, (check, self._check) = cast(Any, self.trainer), self.internals.ranks, (self._check, None)
+        optimizers = [unwrapped_optimizer(optimizer) for optimizer in self.strategy.optimizers]
+        owners = [layout.owner_of(self.model, optimizer) for optimizer in optimizers]
+        state = {
+            MODEL: self.model,
+            "precision": self.strategy.precision_plugin,
+            **dict(zip(numbered(OPTIM, len(optimizers)), optimizers, strict=True)),
+            **{f"names_{number}": NamesOnly(owner) for number, owner in enumerate(owners) if owner is not self.model},
+            **{f"lr_schedulers.{number}": each.scheduler for number, each in enumerate(trainer.lr_scheduler_configs)},
+        }
+        check.take(state, ranks)
+
+        def note(report: LoadReport) -> None:
+            self.io.started = replace(started, report=report if started.report is not None else None)
+
+        report = started.report or LoadReport(cast(Where, started.path))
+        self._at_end.callback(check.compare_before(*_lightning.loop_of(trainer), state, ranks, report, note))
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -312,7 +345,8 @@ class LightningAdapter(StrategyAdapter):
 
     @override
     def teardown(self) -> None:
-        self._loaded = self._resume = None
+        self._loaded = self._resume = self._check = None
+        self._at_end.close()
         self._set_up = False
         try:
             self.stock.teardown()
