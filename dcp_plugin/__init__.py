@@ -46,12 +46,14 @@ if TYPE_CHECKING:
     from dcp_plugin.tools.export import export
     from dcp_plugin.tools.prune import prune
     from dcp_plugin.tools.read import read
+    from dcp_plugin.tools.resume_check import verify_resume
     from dcp_plugin.tools.verify import verify
 
 
 __version__ = VERSION
 
 core.keeper = lambda: importlib.import_module("dcp_plugin.tiers.registration").KEEPER
+core.resume_check = lambda: importlib.import_module("dcp_plugin.tools.resume_check")
 
 _HOMES = {
     "dcp_plugin.api": ("load", "save"),
@@ -81,6 +83,7 @@ _HOMES = {
     "dcp_plugin.core.storage.stock.stock_load": ("ShardedLoadPlanner", "ShardedReader"),
     "dcp_plugin.core.storage.stock.stock_save": ("ShardedSavePlanner", "ShardedWriter"),
     "dcp_plugin.tools.prune": ("prune",),
+    "dcp_plugin.tools.resume_check": ("verify_resume",),
     "dcp_plugin.tools.diff": ("diff",),
     "dcp_plugin.tools.export": ("export",),
     "dcp_plugin.tools.read": ("read",),
@@ -129,6 +132,7 @@ __all__ = [
     "resume_or_init",
     "save",
     "verify",
+    "verify_resume",
 ]
 
 

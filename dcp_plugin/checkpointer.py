@@ -23,7 +23,7 @@ from dcp_plugin.core.format.metadata import Aliases, Views
 from dcp_plugin.core.interrupts import collector_paused
 from dcp_plugin.core.loading.load import Loading
 from dcp_plugin.core.loading.matching import LoadMode
-from dcp_plugin.core.media import medium_of, unpacked
+from dcp_plugin.core.media import medium_of, refuse_real_run, unpacked
 from dcp_plugin.core.paths import PathLike, Where, as_path
 from dcp_plugin.core.ranks.collectives import Call, Ranks, together
 from dcp_plugin.core.ranks.groups import RankGroups
@@ -177,6 +177,8 @@ class Checkpointer:
         handle = RunningSave(as_path(path, self.config.storage_options), step)
         call = Call.save(handle.path, step)
         with self._queue.beginning(handle), together(call):
+            # Before the reservation of the save: a keeper names its run in the folder when the first save begins.
+            refuse_real_run(handle.path.parent, medium_of(handle.path))
             if self.config.finish_on_sigterm:
                 from dcp_plugin.core.saving import sigterm  # imported late, since few configurations use it
 

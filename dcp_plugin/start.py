@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
 
+from dcp_plugin import core
 from dcp_plugin.checkpointer import Checkpointer, Internals
 from dcp_plugin.core.config import CheckpointConfig
 from dcp_plugin.core.errors import (
@@ -75,6 +76,21 @@ class Start:
         at = "" if self.step is None else f" at step {self.step}"
         line = f"{self.how}{at}: {self.report}" if self.report is not None else f"{self.how} from {self.path}{at}"
         return f"{line}; DAMAGED and quarantined: {', '.join(map(str, self.damaged))}" if self.damaged else line
+
+
+def begin_check(mode: Any, expect_changed: Sequence[str] = ()) -> Any:
+    """Return the comparison of one resume, a ``ResumeCheck``; None if ``mode`` is False.
+
+    Raises:
+        ValueError: ``mode`` is none of ``"auto"``, ``"error"`` and False.
+    """
+    return None if mode is False or core.resume_check is None else core.resume_check().ResumeCheck(mode, expect_changed)
+
+
+def watching(check: Any) -> AbstractContextManager[None]:
+    """Return a block whose loads ``check`` compares; without a check, a block without effect."""
+    watched: AbstractContextManager[None] = nullcontext() if check is None else check.watching()
+    return watched
 
 
 @dataclass(frozen=True)
@@ -321,6 +337,8 @@ def resume_or_init(
     strict: bool = True,
     checkpointer: Checkpointer | None = None,
     config: CheckpointConfig | None = None,
+    verify_resume: Literal["auto", "error", False] = "auto",
+    expect_changed: Sequence[str] = (),
     **overrides: Any,
 ) -> Start:
     """Load the run's newest checkpoint into ``state``, or else the pre-trained weights ``init_from``. Collective.
@@ -342,6 +360,9 @@ def resume_or_init(
         strict: If true, keys that do not fit are errors.
         checkpointer: The checkpointer that saves, whose settings and process group the load uses. Without it, a
             temporary checkpointer is made from ``config`` and ``overrides``.
+        verify_resume: Compare the state at the end of a resume with what was loaded. ``"auto"`` warns of a difference,
+            ``"error"`` raises it on all ranks, False compares nothing. See :func:`~dcp_plugin.verify_resume`.
+        expect_changed: Globs of keys, or of their last segments, that differ on purpose, such as ``"lr"``.
 
     Returns:
         The start of the run: ``"resumed"``, ``"warm-started"`` or ``"fresh"``, the source, and the report of the load.
@@ -366,7 +387,7 @@ def resume_or_init(
     options = StartOptions(resume, init_from, partial, strict)  # first, since it checks the arguments
     if checkpointer is not None and (config is not None or overrides):
         raise ValueError("give either a checkpointer or settings: a checkpointer has its own settings.")
-    besides = ("resume", "init_from", "partial", "strict", "checkpointer")
+    besides = ("resume", "init_from", "partial", "strict", "checkpointer", "verify_resume", "expect_changed")
     used = checkpointer or Checkpointer(CheckpointConfig.merge(config, besides, **overrides))
     try:
         options = replace(options, storage_options=used.config.storage_options).with_local(used, root)
@@ -376,7 +397,13 @@ def resume_or_init(
                 refuse_other_ranks(as_path(root, used.config.storage_options), launch)
             return options.find(root, without=damaged)
 
-        return options.start(used, modules_of(state), find, lambda path: _resume(used, state, path, strict))
+        def load(path: Where) -> LoadReport:
+            check = begin_check(verify_resume, expect_changed)
+            with watching(check):
+                report = _resume(used, state, path, strict)
+            return report if check is None else check.at_end_of_load(Internals(used).ranks, report)
+
+        return options.start(used, modules_of(state), find, load)
     finally:
         if checkpointer is None:
             used.close()

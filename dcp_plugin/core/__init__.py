@@ -42,3 +42,6 @@ from typing import Any
 keeper: Callable[[], Any] | None = None
 """Function that returns the :class:`~dcp_plugin.core.sources.KeeperFactories`. The package registers it, since nothing
 here imports the keeper."""
+resume_check: Callable[[], Any] | None = None
+"""Function that returns :mod:`dcp_plugin.tools.resume_check`, registered in the same way: the start of a run is below
+the tools."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, TypeVar
 
-from dcp_plugin.core.paths import StoreOptions, absolute, as_local
+from dcp_plugin.core.paths import StoreOptions, absolute, as_local, folder_of_proof
 from dcp_plugin.core.types import public_class
 
 C = TypeVar("C", bound=type)
@@ -122,7 +122,10 @@ class Keeper(Options):
         super().__post_init__()
         if self.dir is not None:
             local = as_local(self.dir, "keeper.dir", "Give a directory of each node, and the URL as the path.")
-            object.__setattr__(self, "dir", str(absolute(local)))
+            private, folder = folder_of_proof(), str(absolute(local))
+            if private is not None and not folder.startswith(f"{private}/"):
+                folder = f"{private}/local{folder}"
+            object.__setattr__(self, "dir", folder)
         elif self.replicas or self.durable_every != 1:
             raise ValueError(
                 "keeper.replicas and keeper.durable_every apply to the checkpoints in keeper.dir: set keeper.dir, too."

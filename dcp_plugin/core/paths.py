@@ -193,6 +193,15 @@ def absolute(path: PathLike) -> Path:
     return Path(os.path.realpath(Path(*parts[:after])), *parts[after:])
 
 
+PROVED = "DCP_PLUGIN_PROVE"
+"""Variable of the environment with the folder of the run of ``dcp-plugin prove`` that has started this process."""
+
+
+def folder_of_proof() -> Path | None:
+    """Return the folder of the run of ``dcp-plugin prove`` that has started this process; None without one."""
+    return Path(folder) if (folder := os.environ.get(PROVED)) else None
+
+
 def is_path(value: Any) -> bool:
     """Return whether :func:`as_path` accepts a value."""
     try:

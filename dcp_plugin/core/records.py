@@ -393,6 +393,8 @@ class LoadReport:
     """With ``keeper.dir``: saves that were ignored or could not be read, with the reason."""
     seconds: float = 0.0
     """With ``keeper.dir``: duration of the search and the load."""
+    exact: bool | None = None
+    """Of a resume: True if the live state is the loaded one; False if it differs; None if nothing was compared."""
 
     _repr_html_ = as_html
 

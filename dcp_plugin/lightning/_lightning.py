@@ -57,6 +57,22 @@ def put_first(trainer: Any, callback: Callback) -> None:
     trainer.callbacks = [callback, *trainer.callbacks]
 
 
+def call_before_train_start(trainer: Any, work: Callable[[], None]) -> Callable[[], None]:
+    """Call ``work`` once, before ``on_train_start`` of all callbacks. Return a function that takes it back.
+
+    No method of a strategy is called at this point.
+    """
+
+    class BeforeTrainStart(package_behind(trainer).pytorch.Callback):  # type: ignore[misc]
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            take_out(trainer, self)
+            work()
+
+    callback = BeforeTrainStart()
+    put_first(trainer, callback)
+    return functools.partial(take_out, trainer, callback)
+
+
 def begins_stage(*args: Any, **kwargs: Any) -> bool:
     """Return whether these are the arguments of the barrier after all restoring and before the sanity check.
 

@@ -23,10 +23,10 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -203,6 +203,10 @@ class DCPCheckpointIO(Saver):
             leaves out frozen parameters (``trainable_only``), it is loaded first, and ``ckpt_path`` over it.
         partial: The keys of the model that ``init_from`` fills, such as ``model.backbone.*``, and their source keys;
             all keys if omitted.
+        verify_resume: Compare the live state with the loaded one before ``on_train_start`` of a resumed ``fit``:
+            ``"auto"`` warns of a difference, ``"error"`` raises it on all ranks, False compares nothing.
+        expect_changed: Globs of keys, or of their last segments, that the program changes before that, such as
+            ``"lr"``.
         overrides: Fields of :class:`~dcp_plugin.CheckpointConfig`, such as ``async_save=True``.
 
     Raises:
@@ -223,15 +227,19 @@ class DCPCheckpointIO(Saver):
         weights_only: bool | None = None,
         init_from: PathLike | None = None,
         partial: PartialLoad | None = None,
+        verify_resume: Literal["auto", "error", False] = "auto",
+        expect_changed: Sequence[str] = (),
         **overrides: Any,
     ) -> None:
         StartOptions(init_from=init_from, partial=partial)  # raises if the options contradict each other
         _register_as_plugin()
-        other_options = ("weights_only", "init_from", "partial")
+        other_options = ("weights_only", "init_from", "partial", "verify_resume", "expect_changed")
         super().__init__(that_waits(CheckpointConfig.merge(config, other_options, **overrides), "ModelCheckpoint"))
         self.weights_only = weights_only
         self.init_from = init_from
         self.partial = partial
+        self.verify_resume = verify_resume
+        self.expect_changed = expect_changed
         self.started: Start | None = None
         """The start of the last ``fit``, set before ``on_sanity_check_start`` and ``on_train_start``; None if it
         continued an earlier ``fit`` of the same Trainer."""

@@ -8,7 +8,9 @@ their strategies themselves (``DCPFSDPStrategy``, for Hydra) are made in the sam
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning_utilities.core.overrides import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -18,8 +20,10 @@ from torch.optim import Optimizer
 from dcp_plugin.checkpointer import Internals
 from dcp_plugin.core.errors import CheckpointError
 from dcp_plugin.core.paths import PathLike, Where
+from dcp_plugin.core.records import LoadReport
 from dcp_plugin.core.sources import SourceFiles
 from dcp_plugin.core.state import (
+    NamesOnly,
     OwnLayout,
     OwnNames,
     flatten_optimizer,
@@ -30,7 +34,7 @@ from dcp_plugin.core.state import (
     unwrapped_optimizer,
     with_numbers,
 )
-from dcp_plugin.integration import is_regular_file
+from dcp_plugin.integration import MODEL, OPTIM, is_regular_file, numbered
 from dcp_plugin.integration import lightning_packages as packages
 from dcp_plugin.integration.lightning_packages import SUPPORTED, StrategyAdapter, override
 from dcp_plugin.lightning import _lightning, layout, live_load, resume
@@ -39,7 +43,7 @@ from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.lightning.live_load import Loaded
 from dcp_plugin.lightning.model_checkpoint import normalise_dirpaths, promote_callbacks
 from dcp_plugin.lightning.resume import Resume
-from dcp_plugin.start import Start
+from dcp_plugin.start import Start, begin_check
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -63,6 +67,9 @@ class LightningAdapter(StrategyAdapter):
         """The names in ``state_dict()`` of the module, in the checkpoint that is being made."""
         self._groups_made: list[int] = []
         """Number of groups of each optimizer when it was made."""
+        self._check: Any = None
+        """The comparison of a resume, until the training starts: a ``ResumeCheck``, or None."""
+        self._end_check: Callable[[], None] = lambda: None
 
     @property
     def io(self) -> DCPCheckpointIO:
@@ -101,6 +108,8 @@ class LightningAdapter(StrategyAdapter):
         if self.fitting:
             normalise_dirpaths(trainer)
         self.io.all_came = None
+        if self._check is not None:  # hooks have seen the model, and no code of the user's has run since
+            self._check.take({MODEL: self.model}, ranks)
         self.stock.setup(trainer)
         self._set_up = True
         self._groups_made = [len(optimizer.param_groups) for optimizer in self.strategy.optimizers]
@@ -160,6 +169,7 @@ class LightningAdapter(StrategyAdapter):
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> Checkpoint:
         self._loaded = self._resume = None
+        self._check = begin_check(self.io.verify_resume, self.io.expect_changed) if self.fitting else None
         path = self.io.where(self.strategy.broadcast(checkpoint_path))
         weights_only = self.io.weights_only if weights_only is None else weights_only
         self.io.wait()
@@ -239,12 +249,17 @@ class LightningAdapter(StrategyAdapter):
     @override
     def load_optimizer_state_dict(self, checkpoint: Checkpoint) -> None:
         loaded, self._loaded = self._loaded, None
-        states, strict = checkpoint["optimizer_states"], self.module.strict_loading
         if self._resume is not None and not self._resume.continues(checkpoint, self.trainer):
             self._resume = None
         if loaded is None:
             self.stock.load_optimizer_state_dict(checkpoint)
-            return
+        else:
+            self._load_optimizers(loaded, checkpoint)
+        if self._check is not None:
+            self._expect_and_compare(self._check, checkpoint, None if loaded is None else loaded.report)
+
+    def _load_optimizers(self, loaded: Loaded, checkpoint: Checkpoint) -> None:
+        states, strict = checkpoint["optimizer_states"], self.module.strict_loading
         if len(states) == loaded.count:  # else a hook has changed the list, and gives no state to some optimizers
             live_load.refuse_other_number(loaded.path, loaded.saved_with or len(states), self.strategy.optimizers)
         optimizers = self.strategy.optimizers[: len(states)]
@@ -254,6 +269,40 @@ class LightningAdapter(StrategyAdapter):
         _lightning.unfreeze_restored_groups(self.trainer, self._groups_made)
         if not any(state is _UNREAD for state in states):
             live_load.apply_optimizers(self.model, optimizers, loaded, states, strict)
+
+    def _expect_and_compare(self, check: Any, checkpoint: Checkpoint, report: LoadReport | None) -> None:
+        """Make the restored state the reference, and compare the live state with it before ``on_train_start``."""
+        trainer, ranks, module = cast(Any, self.trainer), self.internals.ranks, {MODEL: self.model}
+        optimizers = self._optimizers_by_name()
+        known = any(key.startswith(f"{MODEL}.") for key in check.reference)
+        check.take({**module, **optimizers} if not known else {"names": NamesOnly(self.model), **optimizers}, ranks)
+        precision = self.strategy.precision_plugin
+        live: dict[str, Any] = {**module, **optimizers, "precision": precision}
+        check.expect("precision", checkpoint.get(type(precision).__qualname__, {}))
+        schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
+        for number, (schedule, state) in enumerate(zip(schedules, checkpoint.get("lr_schedulers", ()), strict=False)):
+            if str(schedule.load_state_dict.__module__).startswith("torch."):
+                check.expect(f"lr_schedulers.{number}", state)
+                live[f"lr_schedulers.{number}"] = schedule
+        started = self.io.started
+
+        def compare() -> None:
+            self._check, self._end_check = None, lambda: None
+            check.compare(live, ranks)
+            result = check.finish(ranks, report or LoadReport(started.path), "before the first step")
+            if report is not None:
+                self.io.started = replace(started, report=result)
+
+        self._end_check = _lightning.call_before_train_start(trainer, compare)
+
+    def _optimizers_by_name(self) -> dict[str, Any]:
+        """Return the optimizers by name in a checkpoint, with the modules that name their parameters."""
+        optimizers = [unwrapped_optimizer(optimizer) for optimizer in self.strategy.optimizers]
+        owners = {
+            id(owner): owner for each in optimizers if (owner := layout.owner_of(self.model, each)) is not self.model
+        }
+        names = {f"names_{number}": NamesOnly(owner) for number, owner in enumerate(owners.values())}
+        return {**names, **dict(zip(numbered(OPTIM, len(optimizers)), optimizers, strict=True))}
 
     @property
     def restores_optimizers(self) -> bool:
@@ -312,7 +361,8 @@ class LightningAdapter(StrategyAdapter):
 
     @override
     def teardown(self) -> None:
-        self._loaded = self._resume = None
+        self._loaded = self._resume = self._check = None
+        self._end_check()
         self._set_up = False
         try:
             self.stock.teardown()

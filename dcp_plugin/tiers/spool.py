@@ -34,7 +34,7 @@ import torch
 
 from dcp_plugin.core.errors import NoSharedMemory, SaveFailed
 from dcp_plugin.core.media.disk import posix
-from dcp_plugin.core.paths import Where
+from dcp_plugin.core.paths import Where, folder_of_proof
 from dcp_plugin.core.types import VERSION
 from dcp_plugin.tiers.local_checkpoints import key_of, put_file
 from dcp_plugin.tiers.locks import KEEPER, exclusive, lock, locked_by
@@ -60,7 +60,8 @@ def base_directory() -> Path:
         NoSharedMemory: The directory cannot be made, or other users can write to it.
     """
     parent = _MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
-    path = parent / f"dcp_plugin-{os.geteuid()}"
+    private = "" if (proof := folder_of_proof()) is None else f"-{proof.name}"
+    path = parent / f"dcp_plugin-{os.geteuid()}{private}"
     try:
         path.mkdir(mode=0o700, exist_ok=True)
         with posix.Folder(path) as folder:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -149,7 +149,7 @@ def first_divergence(
         'Bit-identical through step 1; first difference at step 2 in model.w[1, 1] (0.5 -> 0.25, 8388608 ulp apart).'
     """
     runs = as_path(run1, storage_options), as_path(run2, storage_options)
-    steps = _steps_of(runs[0]), _steps_of(runs[1])
+    steps = steps_of(runs[0]), steps_of(runs[1])
     common = sorted(steps[0].keys() & steps[1].keys())
     if not common:
         lists = [some([str(step) for step in sorted(of_run)]) for of_run in steps]
@@ -162,22 +162,35 @@ def first_divergence(
     for number, step in enumerate(common, 1):
         pair = steps[0][step], steps[1][step]
         found = diff(*pair, include, exclude, amounts=False, checksums=checksums, progress=progress, **options)
-        texts_here = [value.key for value in found.values if value.text]
-        texts |= dict.fromkeys(texts_here)
-        if differing := _differing(found):
-            with CheckpointReader(pair[0], **options) as first, CheckpointReader(pair[1], **options) as second:
-                key = next(key for key in (*first.index, *second.index) if key in differing)
-                (at, values), ulps = differing[key], None
-                if any(tensor.key == key for tensor in found.changed):
-                    with suppress(CheckpointMismatch):  # a tensor of a custom class, without elements
-                        at, values, ulps = _element(first, second, key)
-                differ, equal = _by_kind(differing, texts_here, first)
-            compared = common[:number]
-            return Divergence(*runs, compared, *only, step, key, at, values, ulps, differ, equal, list(texts), found)
+        here = divergence_in(found, step, **options)
+        texts |= dict.fromkeys(here.texts)
+        if not here.deterministic:
+            in_one = {"only_in_1": only[0], "only_in_2": only[1]}
+            return replace(here, run1=runs[0], run2=runs[1], compared=common[:number], texts=list(texts), **in_one)
     return Divergence(*runs, common, *only, texts=list(texts))
 
 
-def _steps_of(run: Where) -> dict[int, Where]:
+def divergence_in(found: CheckpointDiff, step: int, **options: Any) -> Divergence:
+    """Return the first difference between two checkpoints of the same step, as if each of them were a run.
+
+    Args:
+        found: All differences of the checkpoints.
+        options: Options of :class:`~dcp_plugin.core.storage.reader.CheckpointReader`.
+    """
+    texts = [value.key for value in found.values if value.text]
+    if not (differing := _differing(found)):
+        return Divergence(found.a, found.b, [step], [], [], texts=texts, diff=found)
+    with CheckpointReader(found.a, **options) as first, CheckpointReader(found.b, **options) as second:
+        key = next(key for key in (*first.index, *second.index) if key in differing)
+        (at, values), ulps = differing[key], None
+        if any(tensor.key == key for tensor in found.changed):
+            with suppress(CheckpointMismatch):  # a tensor of a custom class, without elements
+                at, values, ulps = _element(first, second, key)
+        differ, equal = _by_kind(differing, texts, first)
+    return Divergence(found.a, found.b, [step], [], [], step, key, at, values, ulps, differ, equal, texts, found)
+
+
+def steps_of(run: Where) -> dict[int, Where]:
     """Return the newest complete checkpoint of each step. The last number of a name stands in for an unknown step."""
     with damage_in(run):
         if medium_of(run).kind(run) != "folder":

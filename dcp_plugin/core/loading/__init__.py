@@ -10,7 +10,9 @@ are :mod:`origins` and :mod:`renames`, then :mod:`matching`, :mod:`differences` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
@@ -37,6 +39,14 @@ empty if computing it takes reads."""
 
 MOST_REMEMBERED = 16
 """Number of checkpoints in :data:`loaded_parts`: an evaluation may load thousands, each with many keys."""
+
+
+on_delivery: ContextVar[Callable[..., AbstractContextManager[Callable[[], None]]]] = ContextVar(
+    "on_delivery", default=lambda *load: nullcontext(lambda: None)
+)
+"""Function of a resume that watches its loads. It gets the state, the :class:`~dcp_plugin.core.records.FittedLoad` and
+the ranks. Its block encloses the stages that fill the targets and pass them to their objects. The block's function is
+called between the two."""
 
 
 class KeyMap:

@@ -29,7 +29,7 @@ from dcp_plugin.core.errors import (
 )
 from dcp_plugin.core.format.keys import join
 from dcp_plugin.core.format.values import encode, is_plain
-from dcp_plugin.core.loading import MOST_REMEMBERED, LoadedPart, loaded_parts
+from dcp_plugin.core.loading import MOST_REMEMBERED, LoadedPart, loaded_parts, on_delivery
 from dcp_plugin.core.loading.matching import LoadMode, Matching
 from dcp_plugin.core.paths import Where, resolved
 from dcp_plugin.core.planning.reads import ReadPlanner, decoded
@@ -109,8 +109,10 @@ class Loading:
         """Load into ``state``, in place. Collective."""
         with self._reader:
             fitted = self._prepare(state)
-            self._read_tensors(fitted)
-            match = self._apply(fitted)
+            with on_delivery.get()(state, fitted, self._ranks) as note_delivered:
+                self._read_tensors(fitted)
+                note_delivered()
+                match = self._apply(fitted)
         self._note_loaded(fitted)
         if self._ranks.rank == 0:
             for message in match.warnings:  # at the end: warnings turned into errors must not interrupt a load

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +19,7 @@ from dcp_plugin.core.errors import CheckpointError, SaveFailed, some
 from dcp_plugin.core.format import PACKED, SUMMARY, read
 from dcp_plugin.core.format.summary import MAX_SIZE, OtherFormat, Summary
 from dcp_plugin.core.media.medium import Listed, Medium, P, Readable
-from dcp_plugin.core.paths import ObjectPath, Where
+from dcp_plugin.core.paths import ObjectPath, Where, folder_of_proof, resolved
 
 WORKSPACE = ".dcp_plugin"
 """The directory in a folder of checkpoints that has the saves in flight, or their records. If it belongs to another
@@ -69,6 +70,52 @@ def workspaces_in(folder: Where) -> list[Where]:
         with suppress(OSError):
             names = sorted(name for name in os.listdir(folder) if is_workspace(name) and name != WORKSPACE)
     return [folder / name for name in (WORKSPACE, *names)]
+
+
+_MOST_POLLS = 1200
+"""Polls of 50 ms for which a save waits to be killed. The waiting training ends even if ``prove`` has died."""
+
+
+def refuse_real_run(folder: Where, medium: Medium, save: str = "") -> None:
+    """Refuse a folder of checkpoints that is neither new nor made by this run of ``dcp-plugin prove``.
+
+    Outside of ``prove``, do nothing. A new folder is absent or empty; its name is recorded.
+
+    Args:
+        save: Name of the checkpoint in the folder that is about to be saved. It is recorded, and waits for SIGKILL if
+            ``prove`` ends the training before this save.
+
+    Raises:
+        SaveFailed: The folder has other files. Nothing has changed.
+    """
+    if (proof := folder_of_proof()) is None:
+        return
+    import fcntl  # Linux alone has it, and this module is imported on all systems
+
+    folder = resolved(folder)
+    with open(proof / "folders", "a+") as file:
+        # Ranks look at the same time: without the lock, one sees the files that another has just made.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        if {str(proof), *file.read().splitlines()}.isdisjoint(map(str, (folder, *folder.parents))):
+            if medium.kind(folder) == "folder" and medium.entries(folder):
+                raise SaveFailed(
+                    f"{folder} is not new, and dcp-plugin prove has not made it: nothing is saved, resumed or deleted "
+                    f"there. In the command that is proved, write {{run}} in place of the folder of the run."
+                )
+            file.write(f"{folder}\n")
+    if not save:
+        return
+    with open(proof / "saves", "a+") as file:
+        file.write(f"{folder / save}\n")
+        file.seek(0)
+        begun = len(file.readlines())
+    for _ in range(_MOST_POLLS):
+        with suppress(OSError, ValueError):
+            if begun > int((proof / "hold").read_text()):
+                time.sleep(0.05)
+                continue
+        break
 
 
 def refuse_workspace(final: Where) -> None:

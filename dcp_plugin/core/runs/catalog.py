@@ -18,7 +18,7 @@ from dcp_plugin.core.config import CheckpointConfig
 from dcp_plugin.core.errors import CheckpointError, CheckpointNotFound, CheckpointUnreadable, logger, some, warn
 from dcp_plugin.core.format import SUMMARY, exists
 from dcp_plugin.core.format.summary import OtherFormat
-from dcp_plugin.core.media import is_workspace, medium_of
+from dcp_plugin.core.media import is_workspace, medium_of, refuse_real_run
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path, public
 from dcp_plugin.core.runs.foreign import RESUMABLE, Saved
 from dcp_plugin.core.runs.scan import Patience, Scan, age_of, cannot_read
@@ -74,6 +74,7 @@ def latest(
 
 def reason_to_pass_over(path: PathLike) -> str:
     """Return the reason why a directory cannot be resumed from, such as a lost file; empty if it can."""
+    refuse_real_run(as_path(path).parent, medium_of(as_path(path)))
     try:
         return _damage_of(as_path(path))
     except (CheckpointNotFound, CheckpointUnreadable) as error:
@@ -193,6 +194,7 @@ def first_usable(paths: Iterable[W], examine: Callable[[W], T]) -> tuple[T | Non
     refused: list[CheckpointError] = []
     patience = Patience()
     for path in paths:
+        refuse_real_run(path.parent, medium_of(path))
         try:
             return patience.read(functools.partial(examine, path)), refused
         except OtherFormat:
@@ -245,6 +247,7 @@ def find_newest(
     Raises:
         CheckpointUnreadable: As :func:`latest`.
     """
+    refuse_real_run(as_path(root), medium_of(as_path(root)))
     patience = Patience()
     source = None if init_from is None else as_path(init_from)
 

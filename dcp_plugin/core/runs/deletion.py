@@ -19,6 +19,7 @@ from dcp_plugin.core.media import (
     is_workspace,
     medium_of,
     other_format_at,
+    refuse_real_run,
     refuse_to_replace_other_format,
     snapshot,
     uncommitted_reason,
@@ -87,6 +88,7 @@ def remove(path: PathLike) -> None:
         CheckpointUnreadable: The file system fails to read it.
     """
     where = as_path(path)
+    refuse_real_run(where.parent, medium_of(where))
     refuse_other_things(where)
     medium_of(where).remove(where)
 
@@ -130,6 +132,7 @@ def link(path: PathLike, target: PathLike) -> None:
             system failed. ``path`` is unchanged.
     """
     where = as_path(path)
+    refuse_real_run(where.parent, medium_of(where))
     if not is_link(where):
         if _is_other_thing(where):
             raise CheckpointError(

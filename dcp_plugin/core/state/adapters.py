@@ -295,7 +295,7 @@ class TreeAdapter(StateAdapter):
 
     def want_for(self, content: Any, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
         """Return the result of :meth:`want`, given the data to replace."""
-        self._replaced = content
+        self.replaced = content
         current, current_paths = flatten_tree(content, walked_as_stored(stored))
         # A checkpoint may lack an empty mapping: stock stores no key for it.
         needed = {key: value for key, value in current.items() if key in stored or not is_empty_mapping(value)}
@@ -389,7 +389,7 @@ class StatefulAdapter(TreeAdapter):
 
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> None:
         # The object gets mappings of the classes that its own state has, such as OrderedDict.
-        self._value.load_state_dict(with_types_of(self._replaced, self.tree(filled)))
+        self._value.load_state_dict(with_types_of(self.replaced, self.tree(filled)))
 
 
 class PositionAdapter(StatefulAdapter):

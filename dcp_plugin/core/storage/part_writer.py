@@ -28,7 +28,7 @@ from dcp_plugin.core.format.index import NO_TENSOR, CheckpointIndex, Places
 from dcp_plugin.core.format.metadata import Aliases, Views
 from dcp_plugin.core.format.summary import MOST_DIFFERING, Summary, fingerprint, time_after
 from dcp_plugin.core.format.values import WholeItem
-from dcp_plugin.core.media import Medium, Readable, Reservation
+from dcp_plugin.core.media import Medium, Readable, Reservation, refuse_real_run
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.ranks.launcher import launch_record
 from dcp_plugin.core.records import NewItem, Spent, WrittenPart  # noqa: F401  (journals name Spent here)
@@ -150,6 +150,7 @@ class Publication:
         See :meth:`dcp_plugin.core.media.medium.Medium.reserve`.
         """
         if self._reservation is None:
+            refuse_real_run(self.path.parent, self.medium, self.path.name)
             self._reservation = self.medium.reserve(self.path, among_other_files, recorded=recorded)
         return cast(Where, self._reservation.directory)
 

@@ -42,7 +42,7 @@ app = typer.Typer(
     help="Inspect, check, compare, copy, convert and delete checkpoints, on a disk or in an object store: those of "
     "this package, of stock torch.distributed.checkpoint and of other tools. Exit status: 0 done; 1 the answer is no "
     "(damage, a difference, a load or save that would fail); 2 wrong usage; 3 an error; 4 the answer lacks what is "
-    "damaged; 130 interrupted.",
+    "damaged; 5 prove comes to no answer; 130 interrupted.",
     cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -118,6 +118,7 @@ COMMANDS: dict[str, tuple[Callable[..., Answer | None], str, str]] = {
     "report": (runs.report_command, "", "Write one page about a run."),
     "load-plan": (load_plan.load_plan_command, "", "Show what a partial load would take."),
     "doctor": (probing.doctor_command, "", "Probe what a save will find in a place."),
+    "prove": (probing.prove_command, "", "Try whether a training resumes exactly."),
     "explain": (explain_command, "", "Explain an error."),
 }
 """Commands, with alias and description in the list of commands."""

@@ -27,9 +27,9 @@ from dcp_plugin.core.errors import CheckpointError, is_terminal, one_line, print
 if TYPE_CHECKING:
     from dcp_plugin.core.paths import Where
 
-NO, FAILED, PARTLY, INTERRUPTED = 1, 3, 4, 130
-"""Exit statuses: the answer is no, the command failed, the answer lacks what is damaged, and Ctrl-C. 0 is success, and
-wrong usage exits with 2."""
+NO, FAILED, PARTLY, UNDECIDED, INTERRUPTED = 1, 3, 4, 5, 130
+"""Exit statuses: the answer is no, the command failed, the answer lacks what is damaged, there is no answer, and
+Ctrl-C. 0 is success, and wrong usage exits with 2."""
 _ARGUMENT = re.compile(
     r"\b(config|dtype|exclude|format|include|max_shard_size|ranks|rename)=…?(?=(?P<value>[^\s.,;:)…])?)"
 )
