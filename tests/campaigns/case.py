@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import logging
 import os
 import re
 from dataclasses import dataclass
@@ -71,6 +72,8 @@ def main() -> None:
     parser.add_argument("--saves", type=int, help="end after so many saves, as by a kill")
     chosen = parser.parse_args()
     module, function = f"tests.campaigns.{chosen.case}".rsplit(".", 1)
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("dcp_plugin").setLevel(logging.INFO)
     torch.set_num_threads(1)  # sums in one order, whatever else the machine does
     if chosen.saves is not None:
         _end_after(chosen.saves)

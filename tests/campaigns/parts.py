@@ -50,7 +50,12 @@ def update(model: Any, optimizer: Any, x: torch.Tensor) -> None:
 
 
 def steps(state: dict[str, Any], out: Path, *, every: int = EVERY, until: int = STEPS) -> Iterator[int]:
-    """Yield the number of each step that is left, and save after each ``every`` steps."""
+    """Yield the number of each step that is left, and save after each ``every`` steps.
+
+    Before the first step of a resume the state is compared with the checkpoint, as the documentation advises.
+    """
+    if state["step"]:
+        dcp.verify_resume(state)
     while state["step"] < until:
         yield state["step"]
         state["step"] += 1

@@ -24,17 +24,17 @@ IMPORTED = {
 
 def differences(case: Case, folder: Path) -> list[str]:
     """Return the keys of the last checkpoint that differ after a resume, and are equal in two undisturbed runs."""
-    run = folder / "run"  # checkpoints of frameworks have the path of the run, so all runs have the same one
-    _run(case, run)
-    last = checkpoints(run)[-1]
-    assert len(checkpoints(run)) > 1, f"{case.name} has one checkpoint only"
-    first = run.rename(folder / "first")
-    _run(case, run)
-    second = run.rename(folder / "second")
-    _run(case, run, "--saves", "1")
-    assert len(checkpoints(run)) == 1, f"{case.name} has not ended after its first save"
-    _run(case, run)
-    return sorted({*_changed(first / last, run / last)} - {*_changed(first / last, second / last)})
+    path = folder / "run"  # checkpoints of frameworks have the path of the run, so all runs have the same one
+    run(case, path)
+    last = checkpoints(path)[-1]
+    assert len(checkpoints(path)) > 1, f"{case.name} has one checkpoint only"
+    first = path.rename(folder / "first")
+    run(case, path)
+    second = path.rename(folder / "second")
+    run(case, path, "--saves", "1")
+    assert len(checkpoints(path)) == 1, f"{case.name} has not ended after its first save"
+    run(case, path)
+    return sorted({*_changed(first / last, path / last)} - {*_changed(first / last, second / last)})
 
 
 def _changed(a: Path, b: Path) -> list[str]:
@@ -49,6 +49,8 @@ def checkpoints(root: Path) -> list[str]:
     return [str(path.relative_to(root)) for path in sorted(found, key=lambda path: path.stat().st_mtime_ns)]
 
 
-def _run(case: Case, out: Path, *arguments: str) -> None:
+def run(case: Case, out: Path, *arguments: str) -> str:
+    """Run a case; return its output, with that of the log."""
     ended = programs.run(*case.arguments(str(out)), *arguments, imported=IMPORTED[case.framework])
     assert ended.returncode == 0, f"{case.name} failed:\n{ended.stdout}\n{ended.stderr}"
+    return ended.stdout + ended.stderr

@@ -14,7 +14,7 @@ from tests.campaigns.parts import adam, inputs, loss, net
 def prefix_of_weights(out: Path) -> None:
     """The names of the weights have a prefix, and ``strict=False`` loads none of them without a word.
 
-    https://github.com/FareedKhan-dev/train-llm-from-scratch/pull/37, https://github.com/karpathy/nanoGPT/issues/325
+    https://github.com/MakazhanAlpamys/Soup/issues/351, https://github.com/karpathy/nanoGPT/issues/325
     """
     fabric = Fabric(accelerator="cpu", devices=1)
     attach(fabric)

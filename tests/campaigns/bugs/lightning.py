@@ -29,7 +29,7 @@ class _Adapted(Module):
 def patience_reset(out: Path) -> None:
     """A callback restores its count of epochs without progress, and sets it to zero when the training starts.
 
-    https://github.com/Lightning-AI/pytorch-lightning/issues/1463, https://github.com/keras-team/keras/pull/22967
+    https://github.com/Lightning-AI/pytorch-lightning/issues/1463
     """
     fit(Module(), out, _Patience())
 
@@ -100,7 +100,7 @@ class _Noisy(Module):
 def rate_stepped_at_start(out: Path) -> None:
     """A scheduler whose state is restored is stepped once more when the training starts.
 
-    https://github.com/Lightning-AI/pytorch-lightning/issues/18588, https://github.com/THUDM/slime/pull/1547
+    https://github.com/THUDM/slime/pull/1547
     """
     fit(_Stepped(), out)
 

@@ -207,7 +207,7 @@ def schedule_made_after_load(out: Path) -> None:
 def schedule_stepped_twice(out: Path) -> None:
     """The steps of a scheduler are repeated although its state is restored.
 
-    https://github.com/THUDM/slime/pull/1547, https://github.com/Lightning-AI/pytorch-lightning/issues/5455
+    https://github.com/THUDM/slime/pull/1547
     """
     model = net()
     optimizer = adam(model)

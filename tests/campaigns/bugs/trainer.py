@@ -21,7 +21,7 @@ def data_skip_ignored(out: Path) -> None:
 def schedule_stepped_in_load(out: Path) -> None:
     """A Trainer steps its scheduler after the load, once more for each step of the checkpoint.
 
-    https://github.com/THUDM/slime/pull/1547, https://github.com/Lightning-AI/pytorch-lightning/issues/18588
+    https://github.com/THUDM/slime/pull/1547
     """
     train(out, kind=_Stepping)
 
