@@ -39,11 +39,12 @@ def train(out: Path, model: Any = None, kind: type[Trainer] = Ours, data: Any = 
     """Train for eight steps, three an epoch, with a checkpoint after each two, from the newest one."""
     warnings.filterwarnings("ignore", module="transformers|accelerate|peft")
     transformers.utils.logging.disable_progress_bar()
-    callbacks = options.pop("callbacks", [])
+    callbacks, eval_data = options.pop("callbacks", []), options.pop("eval_data", None)
     quiet = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "log_level": "error"}
     sizes = {"per_device_train_batch_size": 8, "max_steps": 8, "save_steps": 2, "logging_steps": 1}
     arguments = TrainingArguments(str(out), **{**quiet, **sizes, "learning_rate": 0.05, **options})
     data = data or [{"x": x, "labels": x.sum()} for step in range(3) for x in inputs(step)]
-    trainer = kind(Model() if model is None else model, arguments, train_dataset=data, callbacks=callbacks)
+    parts = {"train_dataset": data, "eval_dataset": eval_data, "callbacks": callbacks}
+    trainer = kind(Model() if model is None else model, arguments, **parts)
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train(resume_from_checkpoint=latest(out))

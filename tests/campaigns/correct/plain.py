@@ -288,3 +288,27 @@ def rate_searched_after_load(out: Path) -> None:
     model.train()
     for step in steps(state, out):
         update(model, optimizer, inputs(step))
+
+
+def compiled_after_load(out: Path) -> None:
+    """The model is compiled after the load, and the state has the compiled one from then on."""
+    model: Any = net()
+    optimizer = adam(model)
+    state = {"model": model, "optim": optimizer, "step": 0}
+    dcp.resume_or_init(state, out)
+    state["model"] = model = torch.compile(model, backend="eager")
+    for step in steps(state, out):
+        update(model, optimizer, inputs(step))
+
+
+def quantized_after_load(out: Path) -> None:
+    """A frozen part is cast to bfloat16 after the load, and back before each save."""
+    frozen, model = net().requires_grad_(False), net()
+    optimizer = adam(model)
+    state = {"frozen": frozen, "model": model, "optim": optimizer, "step": 0}
+    dcp.resume_or_init(state, out)
+    exact = copy.deepcopy(frozen)
+    state["frozen"] = exact
+    frozen.bfloat16()
+    for step in steps(state, out):
+        update(model, optimizer, inputs(step) + frozen(inputs(step).bfloat16()).float())

@@ -9,7 +9,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
-from tests.campaigns.with_trainer import train
+from tests.campaigns.parts import inputs
+from tests.campaigns.with_trainer import Model, train
 
 
 def language_model(out: Path) -> None:
@@ -22,6 +23,13 @@ def adapters(out: Path) -> None:
     """LoRA on a frozen model: a checkpoint has the adapters alone."""
     model = get_peft_model(_gpt2(), LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True))
     train(out, model, data=_text(), per_device_train_batch_size=4, label_names=["labels"])
+
+
+def best_model_at_the_end(out: Path) -> None:
+    """Evaluations beside the checkpoints, of which the best is loaded at the end, and a plateau lowers the rate."""
+    follows: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    schedule: dict[str, Any] = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0}}
+    train(out, Model(dropout=0.5), eval_data=[{"x": x, "labels": x.sum()} for x in inputs(9)], **follows, **schedule)
 
 
 def _gpt2() -> GPT2LMHeadModel:
