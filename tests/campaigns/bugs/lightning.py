@@ -22,7 +22,7 @@ def weights_made_anew(out: Path) -> None:
 
 class _Adapted(Module):
     def configure_optimizers(self) -> Any:
-        self.net[3].reset_parameters()  # type: ignore[operator]  # the bug
+        self.net[3].reset_parameters()  # the bug
         return super().configure_optimizers()
 
 
@@ -74,7 +74,7 @@ class _Averages(pl.Callback):
         self.average.follow(pl_module)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return self.average.state_dict()  # type: ignore[no-any-return]
+        return self.average.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
         self.average.load_state_dict(state_dict)
@@ -112,4 +112,4 @@ class _Stepped(Module):
 
     def on_train_start(self) -> None:
         if self.global_step:
-            self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]  # the bug
+            self.lr_schedulers().step()  # the bug

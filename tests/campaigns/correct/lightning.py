@@ -25,8 +25,8 @@ class _Gan(Module):
         self.generator = torch.nn.Linear(2, 4)
         torch.nn.init.eye_(self.generator.weight)
 
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        first, second = self.optimizers()  # type: ignore[misc]
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        first, second = self.optimizers()
         fake = self.generator(torch.randn(6, 2))
         for optimizer, error in ((first, -self.net(fake).mean()), (second, self.net(batch[0]).square().mean())):
             optimizer.zero_grad()
@@ -44,7 +44,7 @@ def rate_set_at_start(out: Path) -> None:
 
 class _Rated(Module):
     def on_train_start(self) -> None:
-        self.optimizers().param_groups[0]["lr"] = 0.01  # type: ignore[union-attr]
+        self.optimizers().param_groups[0]["lr"] = 0.01
 
 
 def average_in_validation(out: Path) -> None:

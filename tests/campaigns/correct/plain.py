@@ -231,8 +231,8 @@ def lookahead(out: Path) -> None:
 def frozen_body(out: Path) -> None:
     """A head learns on a frozen body with batch norm, whose statistics move."""
     body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).requires_grad_(False)
-    nn.init.eye_(body[0].weight)  # type: ignore[arg-type]
-    nn.init.zeros_(body[0].bias)  # type: ignore[arg-type]
+    nn.init.eye_(body[0].weight)
+    nn.init.zeros_(body[0].bias)
     model = nn.Sequential(body, net())
     optimizer = adam(model[1])
     state = {"model": model, "optim": optimizer, "step": 0}
@@ -246,8 +246,8 @@ def saved_in_the_background(out: Path) -> None:
     model = nn.utils.parametrizations.weight_norm(nn.Linear(4, 1))
     nn.init.ones_(model.bias)
     with torch.no_grad():
-        model.parametrizations.weight.original1.fill_(1.0)  # type: ignore[union-attr, operator]
-        model.parametrizations.weight.original0.fill_(1.0)  # type: ignore[union-attr, operator]
+        model.parametrizations.weight.original1.fill_(1.0)
+        model.parametrizations.weight.original0.fill_(1.0)
     optimizer = adam(model)
     state = {"model": model, "optim": optimizer, "step": 0}
     dcp.resume_or_init(state, out)
