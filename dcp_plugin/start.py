@@ -37,7 +37,7 @@ from dcp_plugin.core.errors import (
     logger,
     some,
 )
-from dcp_plugin.core.media import locate, medium_of, uncommitted_reason
+from dcp_plugin.core.media import locate, medium_of, refuse_real_run, uncommitted_reason
 from dcp_plugin.core.partial import PartialLoad
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path, public, resolved
 from dcp_plugin.core.ranks.collectives import Call, together
@@ -131,6 +131,7 @@ class StartOptions:
             without: Checkpoints to ignore, because they are damaged.
         """
         root_path = as_path(root, self.storage_options)
+        refuse_real_run(root_path, medium_of(root_path))  # before the notes of a job of Hydra
         hydra_jobs.refuse_other_jobs(root_path, self.resume)
         checkpoint = self._find(root, tools, without)
         hydra_jobs.compare(root_path, self.resume, checkpoint)
@@ -401,7 +402,7 @@ def resume_or_init(
             check = begin_check(verify_resume, expect_changed)
             with watching(check):
                 report = _resume(used, state, path, strict)
-            return report if check is None else check.at_end_of_load(Internals(used).ranks, report)
+            return report if check is None else check.finish(Internals(used).ranks, report)
 
         return options.start(used, modules_of(state), find, load)
     finally:

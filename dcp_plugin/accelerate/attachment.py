@@ -17,10 +17,10 @@ import functools
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 from accelerate import Accelerator
 from torch import nn
@@ -52,13 +52,20 @@ from dcp_plugin.integration import (
     names_in,
     that_waits,
 )
-from dcp_plugin.start import Start, StartOptions
+from dcp_plugin.start import Start, StartOptions, begin_check, watching
 
 _ATTRIBUTE = "dcp_plugin_attachment"
 _REPLACED = ("save_state", "load_state", "prepare_data_loader", "skip_first_batches", "end_training")
 
 
-def attach(accelerator: Accelerator, config: CheckpointConfig | None = None, **overrides: Any) -> Attachment:
+def attach(
+    accelerator: Accelerator,
+    config: CheckpointConfig | None = None,
+    *,
+    verify_resume: Literal["auto", "error", False] = "auto",
+    expect_changed: Sequence[str] = (),
+    **overrides: Any,
+) -> Attachment:
     """Make ``accelerator.save_state`` and ``accelerator.load_state`` sharded, atomic and, on request, asynchronous.
 
     Call this function before the training loop, before or after ``prepare``. A second call with the same settings, or
@@ -67,6 +74,9 @@ def attach(accelerator: Accelerator, config: CheckpointConfig | None = None, **o
     Args:
         accelerator: Object whose methods are replaced, until :meth:`Attachment.detach`.
         config: Settings of saves and loads; the defaults if omitted.
+        verify_resume: Compare the live state with the loaded one at the end of ``load_state``, see
+            :func:`dcp_plugin.resume_or_init`.
+        expect_changed: Globs of keys that load hooks change on purpose.
         overrides: Fields of :class:`~dcp_plugin.CheckpointConfig`, such as ``async_save=True``.
 
     Returns:
@@ -92,6 +102,8 @@ def attach(accelerator: Accelerator, config: CheckpointConfig | None = None, **o
         vars(accelerator)[_ATTRIBUTE] = attachment
     elif attachment.config != wanted and (config is not None or overrides):
         raise ValueError(f"{attachment.config} is attached already: detach() first to attach {wanted}.")
+    if (verify_resume, expect_changed) != ("auto", ()):  # a second call without them keeps those of the first
+        attachment.check_options = verify_resume, expect_changed
     return attachment
 
 
@@ -125,9 +137,6 @@ class Attachment(BaseAttachment):
     The accelerator refers to this object, which refers to the accelerator weakly. An accelerator without other
     references is therefore freed at once, with its models and optimizers.
     """
-
-    last_load: LoadReport | None = None
-    """The report of the last ``load_state``; None if it loaded files of stock Accelerate."""
 
     def __init__(self, accelerator: Accelerator, config: CheckpointConfig) -> None:
         refuse_silent_fallbacks(accelerator)
@@ -275,6 +284,7 @@ class Attachment(BaseAttachment):
                 ranks, path, lambda: names_in(path) if is_stock else extra_keys, training.registered
             )
         models = training.models if training.sharded else self._run_load_hooks(training, path, files)
+        check = None if is_stock else begin_check(*self.check_options)
         if is_stock:
             self.last_load = None
             remaining = replace(training, models=models)
@@ -282,7 +292,7 @@ class Attachment(BaseAttachment):
                 accelerator, self.internals, path, remaining, strict, map_location, load_kwargs
             )
         else:
-            self._restore(path, training, models, extra_keys, strict)
+            self._restore(path, training, models, extra_keys, strict, check)
         if training.sharded:
             streams = capture(accelerator.device)  # stock restores them after the hooks
             left = self._run_load_hooks(training, path, files)
@@ -291,6 +301,10 @@ class Attachment(BaseAttachment):
                 # Without a rename, a single module would be filled from the single module of the checkpoint.
                 under_own_names = PartialLoad(rename={f"{name}.": f"{name}." for name in added})
                 self.internals.restore(added, path, under_own_names, strict=strict)
+        if check is not None and self.last_load is not None:
+            if training.sharded:  # hooks have run since
+                check.compare({**training.models, **training.shared_names, **training.optimizers}, ranks)
+            self.last_load = check.finish(ranks, self.last_load)
 
     def resume_or_init(
         self,
@@ -421,13 +435,22 @@ class Attachment(BaseAttachment):
         return self.internals.ranks.agree(f"run the hooks for {path}", run)
 
     def _restore(
-        self, path: Where, training: Training, models: dict[str, nn.Module], extra_keys: list[str], strict: bool
+        self,
+        path: Where,
+        training: Training,
+        models: dict[str, nn.Module],
+        extra_keys: list[str],
+        strict: bool,
+        check: Any,
     ) -> None:
         """Load a checkpoint of this package into ``models``, which hooks may have changed, and all other objects."""
         extra, messages = extra_state.to_restore(self._accelerator, self._track(), training.registered, extra_keys)
         names = {**names_for(training.models, models.values()), **training.shared_names}
         state = {**models, **names, **training.optimizers, **extra}
-        self.last_load = self.internals.restore(state, path, strict=strict)
+        with watching(check):
+            self.last_load = self.internals.restore(state, path, strict=strict)
+        if check is not None and any(messages):  # schedules may have been replayed for another number of processes
+            check.expected += extra_state.SCHEDULED
         for message in filter(None, messages if self._accelerator.is_main_process else ()):
             logger.warning("%s: %s", path, message)
 

@@ -184,8 +184,7 @@ def gather(
     rank = accelerator.process_index
     extra: dict[str, Any] = {"accelerate": {"step": step, "iteration": accelerator.save_iteration}}
     for number, scheduler in enumerate(_accelerate.schedulers(accelerator)):
-        steps = stride(scheduler, accelerator.num_processes)
-        extra[f"schedulers.{number}"] = {"state": scheduler.state_dict(), "stride": steps}
+        extra[f"schedulers.{number}"] = _state_of(scheduler, accelerator.num_processes)
     for number, tracker in enumerate(trackers):
         if (position := tracker.position(accelerator.step - step)) is not None:
             extra[f"dataloaders.{number}"] = position
@@ -228,7 +227,8 @@ def to_restore(
     for number, scheduler in enumerate(_accelerate.schedulers(accelerator)):
         description = f"state of the scheduler {type(scheduler.scheduler).__name__}"
         schedule = RestoringSchedule(scheduler, stride(scheduler, ranks))
-        want(f"schedulers.{number}", description, reporting(schedule.finish))
+        present = partial(_state_of, scheduler, ranks)
+        want(f"schedulers.{number}", description, Callbacks(present, reporting(schedule.finish).load_state_dict))
     for number, tracker in enumerate(trackers):
         has_own_state = f"datasets.{number}.{rank}" in targets
         resume = partial(tracker.resume, has_own_state=has_own_state, restore_rng=streams.restore)
@@ -296,13 +296,17 @@ def _set_counters(accelerator: Accelerator, saved: dict[str, Any]) -> None:
     accelerator.project_configuration.iteration = saved["iteration"] + 1
 
 
-_SCHEDULED = {"lr", "initial_lr", "max_lr", "min_lr", "momentum", "base_momentum", "max_momentum", "betas"}
+SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "momentum", "base_momentum", "max_momentum", "betas")
 """Fields of a param group that schedules set."""
 
 
 def stride(scheduler: AcceleratedScheduler, num_processes: int) -> int:
     """Return the number of steps of the schedule per optimizer step."""
     return 1 if scheduler.split_batches or not scheduler.step_with_optimizer else num_processes
+
+
+def _state_of(scheduler: AcceleratedScheduler, num_processes: int) -> dict[str, Any]:
+    return {"state": scheduler.state_dict(), "stride": stride(scheduler, num_processes)}
 
 
 @dataclass
@@ -326,7 +330,7 @@ class RestoringSchedule:
         inner = self.scheduler.scheduler
         self._fresh = getattr(inner, "last_epoch", None) == 0 and not isinstance(inner, ReduceLROnPlateau)
         groups = inner.optimizer.param_groups if self._fresh else []
-        self._rates = [{field: group[field] for field in _SCHEDULED & group.keys()} for group in groups]
+        self._rates = [{field: group[field] for field in SCHEDULED if field in group} for group in groups]
 
     def finish(self, saved: dict[str, Any]) -> str:
         """Set the schedule to the saved moment. Return a message for the user, if any."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from dcp_plugin.integration.lightning_packages import package_behind
@@ -18,7 +19,8 @@ def plugin_of(strategy: Any) -> Any:
         return None
 
 
-def unwrapped(fabric: Any, objects: dict[str, Any]) -> dict[str, Any]:
-    """Return the objects with the strategy's modules in place of Fabric's wrappers. Under FSDP1 a wrapper's state dict
-    does not have the shards. ``fabric.load`` does the same; the function is not public."""
-    return dict(package_behind(fabric).fabric("wrappers")._unwrap_objects(objects))
+def unwrapper(fabric: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return the function that puts the strategy's modules in place of Fabric's wrappers, for a Fabric or its strategy.
+    Under FSDP1 a wrapper's state dict does not have the shards. ``fabric.load`` does the same; it is not public."""
+    unwrap: Callable[[dict[str, Any]], dict[str, Any]] = package_behind(fabric).fabric("wrappers")._unwrap_objects
+    return unwrap

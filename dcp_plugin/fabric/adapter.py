@@ -12,27 +12,37 @@ of its ``with`` block. A program that ends without either waits until the save i
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.core.config import CheckpointConfig
 from dcp_plugin.core.errors import CheckpointError
 from dcp_plugin.core.partial import PartialLoad
 from dcp_plugin.core.paths import PathLike, Where, local_path
+from dcp_plugin.core.records import LoadReport
 from dcp_plugin.core.runs.foreign import OTHERS
 from dcp_plugin.core.types import public_class
-from dcp_plugin.fabric._fabric import plugin_of, unwrapped
-from dcp_plugin.fabric.state import FabricStrategy, Filter, kind_of, load, named_state, names_of
-from dcp_plugin.integration import BaseAttachment, is_regular_file
+from dcp_plugin.fabric._fabric import plugin_of, unwrapper
+from dcp_plugin.fabric.state import FabricStrategy, Filter, inside_ddp_of, kind_of, load, named_state, names_of, of_kind
+from dcp_plugin.integration import EXTRA, BaseAttachment, is_regular_file
 from dcp_plugin.integration import lightning_packages as packages
 from dcp_plugin.integration.lightning_packages import SUPPORTED, override
-from dcp_plugin.start import Start, StartOptions, modules_of
+from dcp_plugin.start import Start, StartOptions, begin_check, modules_of, watching
 
 
-def attach(fabric: Any, config: CheckpointConfig | None = None, **overrides: Any) -> Attachment:
+def attach(
+    fabric: Any,
+    config: CheckpointConfig | None = None,
+    *,
+    verify_resume: Literal["auto", "error", False] = "auto",
+    expect_changed: Sequence[str] = (),
+    **overrides: Any,
+) -> Attachment:
     """Have ``fabric.save``, ``fabric.load`` and ``fabric.load_raw`` save and load with all ranks.
 
     Call this function on all ranks, right after making the Fabric. A second call returns the same object, with new
@@ -47,6 +57,9 @@ def attach(fabric: Any, config: CheckpointConfig | None = None, **overrides: Any
             ModelParallel.
         config: Settings of saves and loads; without this and ``overrides``, those of the plugin among
             ``Fabric(plugins=[DCPCheckpointIO(...)])``, else the defaults.
+        verify_resume: Compare the live state with the loaded one at the end of a ``fabric.load`` with an optimizer, see
+            :func:`dcp_plugin.resume_or_init`.
+        expect_changed: Globs of keys that differ on purpose.
         overrides: Fields of :class:`~dcp_plugin.CheckpointConfig`, such as ``async_save=True``.
 
     Returns:
@@ -85,6 +98,8 @@ def attach(fabric: Any, config: CheckpointConfig | None = None, **overrides: Any
         strategy.dcp.reconfigure(settings)
     attachment: Attachment = strategy.dcp
     attachment.fabric = fabric
+    if (verify_resume, expect_changed) != ("auto", ()):  # a second call without them keeps those of the first
+        attachment.check_options = verify_resume, expect_changed
     return attachment
 
 
@@ -140,7 +155,7 @@ class Attachment(BaseAttachment):
             resume, init_from, partial, strict: See :func:`dcp_plugin.resume_or_init`.
 
         Returns:
-            The start of the run, see :func:`dcp_plugin.resume_or_init`; without a report if it resumes.
+            The start of the run, see :func:`dcp_plugin.resume_or_init`.
 
         Raises:
             CheckpointError: The attachment has no Fabric; see also :func:`dcp_plugin.resume_or_init`.
@@ -153,13 +168,14 @@ class Attachment(BaseAttachment):
                 "resume_or_init does not know its Fabric. Call it on the object that attach(fabric) returns."
             )
 
-        def load_own(path: Where) -> None:
+        def load_own(path: Where) -> LoadReport | None:
             fabric.load(path, state, strict=strict)
+            return self.last_load
 
         options = options.with_local(self.checkpointer, root)
         return options.start(
             self.checkpointer,
-            unwrapped(fabric, modules_of(state)),
+            unwrapper(fabric)(modules_of(state)),
             # Fabric's own files are files of ``torch.save``, with the names of the state to load.
             lambda damaged: options.find(root, (OTHERS,), damaged),
             load_own,
@@ -222,7 +238,7 @@ class FabricAdapter(FabricStrategy):
     def load_checkpoint(
         self, path: PathLike, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        path, ordered, _ = self._agreed(path, state)
+        path, ordered, names = self._agreed(path, state)
         self.internals.wait_until_kept()
         if self.internals.ranks.from_zero(f"read {path}", lambda: is_regular_file(path)):
             # The stock strategy reads Fabric's own format, and files of plain torch.
@@ -231,10 +247,15 @@ class FabricAdapter(FabricStrategy):
             options = packages.package_behind(self.strategy).load_options(weights_only)
             remainder: dict[str, Any] = self.stock.load_checkpoint(path, state=state, strict=strict, **options)
             return remainder
-        with self.internals.shown(path) as files:
+        resumes = isinstance(state, dict) and bool(of_kind(Optimizer, state))
+        check = begin_check(*self.attachment.check_options) if resumes else None
+        with self.internals.shown(path) as files, watching(check):
             remainder = load(self, path, files, ordered, strict, weights_only)
         if ordered is not state:
             state.update(ordered)
+        if check is not None and self.attachment.last_load is not None:
+            check.prepare = functools.partial(_named, unwrapper(self.strategy), names)
+            self.attachment.last_load = check.finish(self.internals.ranks, self.attachment.last_load)
         return remainder
 
     def _agreed(self, path: PathLike, state: Any) -> tuple[Where, Any, dict[Any, str]]:
@@ -248,6 +269,12 @@ class FabricAdapter(FabricStrategy):
         kinds = dict(pairs) | {name: kind for name, kind in pairs if kind}
         ordered = {name: state[name] for name in kinds if name in state} if isinstance(state, dict) else state
         return self.attachment.where(of_ranks[0][0]), ordered, names_of(kinds)
+
+
+def _named(unwrap: Callable[..., dict[str, Any]], names: Mapping[str, str], state: dict[str, Any]) -> dict[str, Any]:
+    """Return the objects of a state under their names in a checkpoint."""
+    objects = inside_ddp_of(unwrap(dict(state)))
+    return {names.get(name, f"{EXTRA}.{name}"): value for name, value in objects.items()}
 
 
 @functools.cache

@@ -416,7 +416,7 @@ def load(
     target.update(dict.fromkeys(remainder.values()))
     if optimizers and adapter.attachment.config.rng:
         target.update(_streams(adapter, contents))
-    adapter.internals.restore(target, path, strict=strict)
+    adapter.attachment.last_load = adapter.internals.restore(target, path, strict=strict)
 
     def value_at(place: str) -> Any:
         return optimizer_from_stored(target[place]) if place in contents.optimizers else target[place]
@@ -518,7 +518,7 @@ def _load_made_by_fabric(
     missing = [name for name in state if name not in live and name not in metadata]
     if strict and missing:
         raise NotInCheckpoint(f"{path} has no {', '.join(map(repr, missing))}; it has {', '.join(metadata)}.")
-    adapter.internals.restore(live, path, strict=strict)
+    adapter.attachment.last_load = adapter.internals.restore(live, path, strict=strict)
     for name in state:
         if name in metadata and isinstance(state[name], Stateful):
             state[name].load_state_dict(metadata.pop(name))

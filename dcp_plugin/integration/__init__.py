@@ -9,12 +9,14 @@ form (:mod:`~dcp_plugin.integration.stored`), including each rank's random strea
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from dcp_plugin.checkpointer import Checkpointer, Internals
 from dcp_plugin.core.config import CheckpointConfig
 from dcp_plugin.core.paths import PathLike, Where, as_path
+from dcp_plugin.core.records import LoadReport
 from dcp_plugin.integration.extra_files import (
     META,
     has_file,
@@ -131,6 +133,10 @@ class Saver(ABC):
     """
 
     _kind: type[Checkpointer] = FrameworkCheckpointer
+    last_load: LoadReport | None = None
+    """The report of the last load; None if the framework has loaded files of its own."""
+    check_options: tuple[Any, Sequence[str]] = ("auto", ())
+    """``verify_resume`` and ``expect_changed``, see :func:`dcp_plugin.resume_or_init`."""
 
     def __init__(self, config: CheckpointConfig | None) -> None:
         self._config = config

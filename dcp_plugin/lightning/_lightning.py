@@ -57,20 +57,12 @@ def put_first(trainer: Any, callback: Callback) -> None:
     trainer.callbacks = [callback, *trainer.callbacks]
 
 
-def call_before_train_start(trainer: Any, work: Callable[[], None]) -> Callable[[], None]:
-    """Call ``work`` once, before ``on_train_start`` of all callbacks. Return a function that takes it back.
+def loop_of(trainer: Any) -> tuple[Any, str]:
+    """Return the loop of a fit, and the name of its method that calls ``on_train_start`` of all callbacks.
 
-    No method of a strategy is called at this point.
+    No method of a strategy is called between the restore and these hooks.
     """
-
-    class BeforeTrainStart(package_behind(trainer).pytorch.Callback):  # type: ignore[misc]
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            take_out(trainer, self)
-            work()
-
-    callback = BeforeTrainStart()
-    put_first(trainer, callback)
-    return functools.partial(take_out, trainer, callback)
+    return trainer.fit_loop, "on_run_start"
 
 
 def begins_stage(*args: Any, **kwargs: Any) -> bool:

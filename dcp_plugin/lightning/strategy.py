@@ -8,7 +8,7 @@ their strategies themselves (``DCPFSDPStrategy``, for Hydra) are made in the sam
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -68,8 +68,9 @@ class LightningAdapter(StrategyAdapter):
         self._groups_made: list[int] = []
         """Number of groups of each optimizer when it was made."""
         self._check: Any = None
-        """The comparison of a resume, until the training starts: a ``ResumeCheck``, or None."""
-        self._end_check: Callable[[], None] = lambda: None
+        """The comparison of a resume, a ``ResumeCheck``, until all state is restored; else None."""
+        self._at_end = ExitStack()
+        """The comparison of a resume whose training has not begun."""
 
     @property
     def io(self) -> DCPCheckpointIO:
@@ -108,7 +109,7 @@ class LightningAdapter(StrategyAdapter):
         if self.fitting:
             normalise_dirpaths(trainer)
         self.io.all_came = None
-        if self._check is not None:  # hooks have seen the model, and no code of the user's has run since
+        if self._check is not None:  # hooks have seen the model, and no other code has changed it yet
             self._check.take({MODEL: self.model}, ranks)
         self.stock.setup(trainer)
         self._set_up = True
@@ -249,17 +250,12 @@ class LightningAdapter(StrategyAdapter):
     @override
     def load_optimizer_state_dict(self, checkpoint: Checkpoint) -> None:
         loaded, self._loaded = self._loaded, None
+        states, strict = checkpoint["optimizer_states"], self.module.strict_loading
         if self._resume is not None and not self._resume.continues(checkpoint, self.trainer):
             self._resume = None
         if loaded is None:
             self.stock.load_optimizer_state_dict(checkpoint)
-        else:
-            self._load_optimizers(loaded, checkpoint)
-        if self._check is not None:
-            self._expect_and_compare(self._check, checkpoint, None if loaded is None else loaded.report)
-
-    def _load_optimizers(self, loaded: Loaded, checkpoint: Checkpoint) -> None:
-        states, strict = checkpoint["optimizer_states"], self.module.strict_loading
+            return
         if len(states) == loaded.count:  # else a hook has changed the list, and gives no state to some optimizers
             live_load.refuse_other_number(loaded.path, loaded.saved_with or len(states), self.strategy.optimizers)
         optimizers = self.strategy.optimizers[: len(states)]
@@ -269,40 +265,6 @@ class LightningAdapter(StrategyAdapter):
         _lightning.unfreeze_restored_groups(self.trainer, self._groups_made)
         if not any(state is _UNREAD for state in states):
             live_load.apply_optimizers(self.model, optimizers, loaded, states, strict)
-
-    def _expect_and_compare(self, check: Any, checkpoint: Checkpoint, report: LoadReport | None) -> None:
-        """Make the restored state the reference, and compare the live state with it before ``on_train_start``."""
-        trainer, ranks, module = cast(Any, self.trainer), self.internals.ranks, {MODEL: self.model}
-        optimizers = self._optimizers_by_name()
-        known = any(key.startswith(f"{MODEL}.") for key in check.reference)
-        check.take({**module, **optimizers} if not known else {"names": NamesOnly(self.model), **optimizers}, ranks)
-        precision = self.strategy.precision_plugin
-        live: dict[str, Any] = {**module, **optimizers, "precision": precision}
-        check.expect("precision", checkpoint.get(type(precision).__qualname__, {}))
-        schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
-        for number, (schedule, state) in enumerate(zip(schedules, checkpoint.get("lr_schedulers", ()), strict=False)):
-            if str(schedule.load_state_dict.__module__).startswith("torch."):
-                check.expect(f"lr_schedulers.{number}", state)
-                live[f"lr_schedulers.{number}"] = schedule
-        started = self.io.started
-
-        def compare() -> None:
-            self._check, self._end_check = None, lambda: None
-            check.compare(live, ranks)
-            result = check.finish(ranks, report or LoadReport(started.path), "before the first step")
-            if report is not None:
-                self.io.started = replace(started, report=result)
-
-        self._end_check = _lightning.call_before_train_start(trainer, compare)
-
-    def _optimizers_by_name(self) -> dict[str, Any]:
-        """Return the optimizers by name in a checkpoint, with the modules that name their parameters."""
-        optimizers = [unwrapped_optimizer(optimizer) for optimizer in self.strategy.optimizers]
-        owners = {
-            id(owner): owner for each in optimizers if (owner := layout.owner_of(self.model, each)) is not self.model
-        }
-        names = {f"names_{number}": NamesOnly(owner) for number, owner in enumerate(owners.values())}
-        return {**names, **dict(zip(numbered(OPTIM, len(optimizers)), optimizers, strict=True))}
 
     @property
     def restores_optimizers(self) -> bool:
@@ -324,7 +286,29 @@ class LightningAdapter(StrategyAdapter):
                 io.started = None if continues else io.start(self.model, self.module.strict_loading)
             if io.init_from is not None and io.started is not None:
                 rank_zero_info(str(io.started))
+            if io.started is not None and self._check is not None:
+                self._compare_later(io.started)
         self.stock.barrier(*args, **kwargs)
+
+    def _compare_later(self, started: Start) -> None:
+        """Make the restored state the reference, and compare the live state with it before ``on_train_start``."""
+        trainer, ranks, (check, self._check) = cast(Any, self.trainer), self.internals.ranks, (self._check, None)
+        optimizers = [unwrapped_optimizer(optimizer) for optimizer in self.strategy.optimizers]
+        owners = [layout.owner_of(self.model, optimizer) for optimizer in optimizers]
+        state = {
+            MODEL: self.model,
+            "precision": self.strategy.precision_plugin,
+            **dict(zip(numbered(OPTIM, len(optimizers)), optimizers, strict=True)),
+            **{f"names_{number}": NamesOnly(owner) for number, owner in enumerate(owners) if owner is not self.model},
+            **{f"lr_schedulers.{number}": each.scheduler for number, each in enumerate(trainer.lr_scheduler_configs)},
+        }
+        check.take(state, ranks)
+
+        def note(report: LoadReport) -> None:
+            self.io.started = replace(started, report=report if started.report is not None else None)
+
+        report = started.report or LoadReport(cast(Where, started.path))
+        self._at_end.callback(check.compare_before(*_lightning.loop_of(trainer), state, ranks, report, note))
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -362,7 +346,7 @@ class LightningAdapter(StrategyAdapter):
     @override
     def teardown(self) -> None:
         self._loaded = self._resume = self._check = None
-        self._end_check()
+        self._at_end.close()
         self._set_up = False
         try:
             self.stock.teardown()

@@ -231,7 +231,7 @@ class _Trial:
 
     def __post_init__(self) -> None:
         self.run = self.home / "run"
-        self._others = {pid for pid, parent, _ in _processes() if parent == os.getpid()}
+        self._others = {pid for pid, parent, *_ in _processes() if parent == os.getpid()}
         """Children that were there before. They and their descendants are no part of a run."""
 
     def start(self, name: str, stop: Callable[[], bool] = lambda: False) -> bool:
@@ -329,12 +329,17 @@ class _Trial:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(_POLL / 5)
+        for pid, parent, *_ in _processes():  # a program of the next run may look whether the number exists
+            if parent == os.getpid() and pid not in self._others:
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
 
     def _alive(self) -> dict[int, str]:
         """Return the descendants of this process that are part of a run, with the names of their programs."""
         below: dict[int, list[tuple[int, str]]] = {}
-        for pid, parent, program in _processes():
-            below.setdefault(parent, []).append((pid, program))
+        for pid, parent, program, is_alive in _processes():
+            if is_alive:
+                below.setdefault(parent, []).append((pid, program))
         found = [child for child in below.get(os.getpid(), ()) if child[0] not in self._others]
         for pid, _ in found:  # grows
             found += below.get(pid, ())
@@ -347,15 +352,14 @@ class _Trial:
         return {"HF_HUB_OFFLINE": "1", **os.environ, **_OFFLINE, **private, PROVED: str(self.home)}
 
 
-def _processes() -> Iterator[tuple[int, int, str]]:
-    """Yield all living processes of this system: number, number of the parent, name of the program."""
+def _processes() -> Iterator[tuple[int, int, str, bool]]:
+    """Yield all processes of this system: number, number of the parent, name of the program, False for a zombie."""
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             with suppress(OSError):
                 before, _, after = Path(entry.path, "stat").read_text(errors="replace").rpartition(") ")
                 state, parent = after.split()[:2]
-                if state not in "ZX":
-                    yield int(entry.name), int(parent), before.partition("(")[2]
+                yield int(entry.name), int(parent), before.partition("(")[2], state not in "ZX"
 
 
 def _exists(path: str) -> bool:
@@ -512,8 +516,9 @@ class _Comparison:
         beyond = keys
         if noise is not None:
             relative, usual = _relative(found), _relative(noise)
-            largest = max(filter(isfinite, usual.values()), default=0.0)
-            beyond = [key for key in keys if relative.get(key, inf) > NOISE * usual.get(key, largest)]
+            # That of all tensors: a single element differs by little now and then.
+            limit = NOISE * max(filter(isfinite, usual.values()), default=0.0)
+            beyond = [key for key in keys if relative.get(key, inf) > max(limit, usual.get(key, 0.0))]
         key = next(iter(beyond or keys), "")
         at, values = (found.at, found.values) if key == found.key else ("", None)
         noisy = None if noise is None else len(self._keys(noise))
@@ -521,12 +526,15 @@ class _Comparison:
 
     def _differing_losses(self, repeated: Path | None) -> list[LossDifference]:
         undisturbed, resumed = map(_losses, self._runs)
-        noise = {} if repeated is None else _losses(repeated)
+        again = {} if repeated is None else _losses(repeated)
+        noise: dict[str, float] = {}
+        for (step, name), loss in again.items():
+            noise[name] = max(noise.get(name, 0.0), abs(loss - undisturbed.get((step, name), loss)))
         return [
             LossDifference(name, step, loss, resumed[step, name])
             for (step, name), loss in sorted(undisturbed.items())
             if step > self._last
-            and abs(loss - resumed.get((step, name), loss)) > NOISE * abs(loss - noise.get((step, name), loss))
+            and abs(loss - resumed.get((step, name), loss)) > NOISE * noise.get(name, 0.0)
             and not any(fnmatch.fnmatchcase(name, pattern) for pattern in self._exclude)
         ]
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 from dcp_plugin.core.errors import CheckpointError, as_html, size
 from dcp_plugin.core.format import DAMAGED, SUMMARY, exists
-from dcp_plugin.core.media import Leftover, medium_of, workspace_of
+from dcp_plugin.core.media import Leftover, medium_of, refuse_real_run, workspace_of
 from dcp_plugin.core.media.usage import Usage
 from dcp_plugin.core.media.usage import usage as usage_of
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path, links_in, resolved
@@ -151,6 +151,7 @@ def prune(
     """
     policy = _policy(keep_last, keep_every, best, mode, keep_best, younger_than)
     root_path = as_path(root, storage_options)
+    refuse_real_run(root_path, medium_of(root_path))
     listing = look_below(root_path, storage_options)
     _check_metric(best, listing, root_path)
     workspaces = _workspaces(listing)

@@ -109,7 +109,7 @@ def to_load(trainer: Trainer, names: frozenset[str], streams: SavedStreams) -> d
     if streams.name is not None:
         state[f"{EXTRA}.{streams.name}"] = streams.loaded
     for name, part in _plain_parts(trainer).items():
-        state[f"{EXTRA}.{name}"] = Callbacks(load_state_dict=part.load_state_dict)
+        state[f"{EXTRA}.{name}"] = Callbacks(part.state_dict, part.load_state_dict)
     return {name: target for name, target in state.items() if name in names}
 
 

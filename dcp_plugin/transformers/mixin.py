@@ -19,11 +19,11 @@ import tempfile
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
@@ -34,10 +34,12 @@ from dcp_plugin.core.config import CheckpointConfig
 from dcp_plugin.core.events import SaveFinished
 from dcp_plugin.core.partial import PartialLoad
 from dcp_plugin.core.paths import PathLike, as_local, resolved
+from dcp_plugin.core.records import LoadReport
 from dcp_plugin.core.runs.scan import state_of
 from dcp_plugin.core.saving.queue import RunningSave
 from dcp_plugin.core.types import public_class
 from dcp_plugin.integration import EXTRA, MODEL, OPTIM, BaseAttachment, SavedStreams, local_copy, that_waits
+from dcp_plugin.start import begin_check, watching
 from dcp_plugin.transformers import checkpoints
 from dcp_plugin.transformers._transformers import (
     StockTrainer,
@@ -112,6 +114,13 @@ class DCPTrainerMixin(Trainer):
     stock_weights = True
     """Whether a checkpoint also has ``model.safetensors`` where the Trainer writes it (one process, DDP), for
     ``from_pretrained``. It costs the time and the space of the weights once more, also with ``async_save``."""
+
+    verify_resume: Literal["auto", "error", False] = "auto"
+    """Compare the live state with the loaded one before ``on_train_begin`` of a resumed training: ``"auto"`` warns of a
+    difference, ``"error"`` raises it on all ranks, False compares nothing."""
+
+    expect_changed: Sequence[str] = ()
+    """Globs of keys, or of their last segments, that the program changes before that, such as ``"lr"``."""
 
     strict_resume = False
     """Whether keys that only the model or only the checkpoint has fail a resume. By default a warning names them, and
@@ -241,8 +250,9 @@ class TrainerAdapter(BaseAttachment):
         self.found: Found | None = None  # the checkpoint of this package that the training resumes from
         self.streams: SavedStreams | None = None  # of the loaded checkpoint, until the training continues them
         self.scratch: str | None = None  # directory in which the Trainer's checkpoint-N leads into the one being made
-        self._local_copy = ExitStack()
-        """Owner of the local copy of the files in an object store from which the Trainer reads its position."""
+        self._at_end = ExitStack()
+        """Owner of a comparison that has not begun, and of the local copy of the files in an object store from which the
+        Trainer reads its position."""
         self._failure: Exception | None = None
         self._unpushed: RunningSave | None = None
         self._has_named_writers = False
@@ -266,7 +276,7 @@ class TrainerAdapter(BaseAttachment):
             self._push_finished()
         finally:
             self.found = self.streams = None
-            self._local_copy.close()
+            self._at_end.close()
 
     def find(self, resume: PathLike | bool | None) -> str | None:
         """Return the path from which the Trainer resumes, or None. Rank 0 decides for all ranks."""
@@ -284,7 +294,7 @@ class TrainerAdapter(BaseAttachment):
             if not checkpoint.has_trainer_state:  # a new training, with loaded weights
                 return None
             copy = local_copy(self.where(checkpoint.path), lambda name: name == TRAINER_STATE_NAME, files)
-            return os.fspath(ranks.agree(f"read {path}", lambda: self._local_copy.enter_context(copy)))
+            return os.fspath(ranks.agree(f"read {path}", lambda: self._at_end.enter_context(copy)))
 
     def finish(self) -> None:
         """Wait for the save in flight. If it succeeded and ``push_to_hub`` is set, push its checkpoint to the hub."""
@@ -456,11 +466,22 @@ class TrainerAdapter(BaseAttachment):
         args = self._trainer.args
         extra = (name.removeprefix(f"{EXTRA}.") for name in self.found.names)
         streams = SavedStreams.among(extra, args.process_index, args.world_size, args.device)
-        state = checkpoints.to_load(self._trainer, self.found.names, streams)
-        self.internals.restore(state, self.found.path, self._partial())
+        trainer = self._trainer
+        state = checkpoints.to_load(trainer, self.found.names, streams)
+        resumes = self.found.has_trainer_state
+        check = begin_check(trainer.verify_resume, trainer.expect_changed) if resumes else None
+        with watching(check):
+            self.last_load = self.internals.restore(state, self.found.path, self._partial())
+        if check is not None:
+            handler, ranks = trainer.callback_handler, self.internals.ranks
+            end = check.compare_before(handler, "on_train_begin", state, ranks, self.last_load, self._note)
+            self._at_end.callback(end)  # the training may not begin
         self.streams = streams if self.found.has_trainer_state else None  # else the training starts with step 0
         if self._trainer.is_world_process_zero():
             self._warn_of_differences(self.found, streams)
+
+    def _note(self, report: LoadReport) -> None:
+        self.last_load = report
 
     def continue_streams(self) -> None:
         """Set this rank's random generators, when the loop has reached the point of the checkpoint."""

@@ -88,7 +88,7 @@ def test_strategies_get_what_is_inside_fabrics_wrappers(tmp_path: Path) -> None:
     assert isinstance(seen["optimizer"], t.torch.optim.AdamW)
     assert isinstance(seen["loader"], t.StatefulDataLoader)
     assert training.state["step"] == 9
-    assert type(_fabric.unwrapped(fabric, {"net": training.state["net"]})["net"]) is t.Net
+    assert type(_fabric.unwrapper(fabric)({"net": training.state["net"]})["net"]) is t.Net
 
 
 @on_ranks(1)

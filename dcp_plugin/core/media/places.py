@@ -86,7 +86,7 @@ def refuse_real_run(folder: Where, medium: Medium, save: str = "") -> None:
             ``prove`` ends the training before this save.
 
     Raises:
-        SaveFailed: The folder has other files. Nothing has changed.
+        CheckpointError: The folder has other files. Nothing has changed.
     """
     if (proof := folder_of_proof()) is None:
         return
@@ -99,7 +99,7 @@ def refuse_real_run(folder: Where, medium: Medium, save: str = "") -> None:
         file.seek(0)
         if {str(proof), *file.read().splitlines()}.isdisjoint(map(str, (folder, *folder.parents))):
             if medium.kind(folder) == "folder" and medium.entries(folder):
-                raise SaveFailed(
+                raise CheckpointError(
                     f"{folder} is not new, and dcp-plugin prove has not made it: nothing is saved, resumed or deleted "
                     f"there. In the command that is proved, write {{run}} in place of the folder of the run."
                 )

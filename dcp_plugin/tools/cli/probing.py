@@ -100,8 +100,8 @@ def prove_command(
 
 def _print_proof(proof: Proof) -> None:
     if proof.steps:
-        columns = ("step", "saved", "keys that differ", "in two undisturbed runs", "first difference")
-        table(columns, map(_row, proof.steps), numbers=columns[:1], optional=columns[3:4])
+        columns = ("step", "saved", "keys that differ", "first difference", "without a kill")
+        table(columns, map(_row, proof.steps), numbers=columns[:1], optional=columns[4:])
         echo()
     for part, keys in proof.differ.items():
         echo(f"differs: {part}, {len(keys)} key(s): {', '.join(keys[:3])}{', …' if len(keys) > 3 else ''}")
@@ -124,6 +124,6 @@ def _print_proof(proof: Proof) -> None:
 
 def _row(step: StepComparison) -> tuple[str, ...]:
     values = f": {step.values[0]} -> {step.values[1]}" if step.values else ""
-    noise = "" if step.noise is None else f"{step.noise}, {step.beyond} differ by more"
+    noise = "" if step.noise is None else f"{step.noise or 'none'}; {step.beyond or 'none'} differ by more"
     saved = "after the kill" if step.after_kill else "before it"
-    return str(step.step), saved, str(step.differ or "none"), noise, f"{step.key}{step.at}{values}" if step.key else ""
+    return str(step.step), saved, str(step.differ or "none"), f"{step.key}{step.at}{values}", noise

@@ -59,7 +59,7 @@ LINES = [
     "verify a b c", "diff a b", "read a", "export a out --format safetensors", "export a file --format torch",
     "import out ck",
     "prune runs --keep-last 1 --best val_loss --dry-run", "copy runs copied", "report runs", "load-plan a --into b",
-    "doctor runs --gb 0.01", "explain CheckpointMismatch", "inspect nowhere",
+    "doctor runs --gb 0.01", "prove -- touch {run}/x", "explain CheckpointMismatch", "inspect nowhere",
 ]  # fmt: skip
 
 
