@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tests.campaigns.case import Case, cases
-from tests.campaigns.judges import Opinion, proved, verified
+from tests.campaigns.judges import Opinion, problem, proved, verified
 
 
 def main() -> int:
@@ -35,17 +35,6 @@ def judged(chosen: Iterable[Case]) -> Iterator[tuple[Case, Opinion, Opinion]]:
     for case in chosen:
         with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
             yield case, verified(case, Path(one)), proved(case, Path(other))
-
-
-def problem(case: Case, *opinions: Opinion) -> str:
-    """Return what is wrong with the opinions about a case, with the output of the judges; empty if nothing is."""
-    verdicts = [opinion.verdict for opinion in opinions]
-    output = "\n".join(opinion.text for opinion in opinions)
-    if case.kind == "bugs" and "different" not in verdicts:
-        return f"no judge names {case.name}: {verdicts}\n{output}"
-    if case.kind == "correct" and verdicts != ["exact", "exact"]:
-        return f"{case.name} is exact, and the judges say {verdicts}\n{output}"
-    return ""
 
 
 def _cell(opinion: Opinion) -> str:

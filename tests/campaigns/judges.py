@@ -51,3 +51,14 @@ def proved(case: Case, folder: Path) -> Opinion:
     proof = json.loads(ended.stdout)["prove"]
     first = proof["first"] or {}
     return Opinion(proof["verdict"], first.get("key", ""), ", ".join(proof["differ"]) or proof["reason"], text)
+
+
+def problem(case: Case, *opinions: Opinion) -> str:
+    """Return what is wrong with the opinions about a case, with the output of the judges; empty if nothing is."""
+    verdicts = [opinion.verdict for opinion in opinions]
+    output = "\n".join(opinion.text for opinion in opinions)
+    if case.kind == "bugs" and "different" not in verdicts:
+        return f"no judge names {case.name}: {verdicts}\n{output}"
+    if case.kind == "correct" and verdicts != ["exact", "exact"]:
+        return f"{case.name} is exact, and the judges say {verdicts}\n{output}"
+    return ""

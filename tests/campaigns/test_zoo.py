@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.campaigns.__main__ import problem
 from tests.campaigns.case import Case, cases
-from tests.campaigns.judges import proved, verified
+from tests.campaigns.judges import problem, proved, verified
 from tests.campaigns.uninterrupted import differences
 
 SAMPLE = {

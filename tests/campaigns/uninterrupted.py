@@ -19,6 +19,7 @@ IMPORTED = {
     "trainer": (*programs.PACKAGE, "dcp_plugin.transformers"),
     "fabric": (*programs.PACKAGE, "dcp_plugin.fabric"),
     "examples": (*programs.HYDRA, "dcp_plugin.lightning"),
+    "tutorials": (*programs.PACKAGE, "dcp_plugin.lightning"),
 }
 
 
