@@ -23,7 +23,7 @@ def main() -> int:
     print("| case | source | verify_resume | prove |\n|---|---|---|---|", flush=True)
     for case, by_load, by_runs in judged(chosen):
         wrong += bool(problem(case, by_load, by_runs))
-        sources = ", ".join(source.removeprefix("https://github.com/") for source in case.sources) or "correct"
+        sources = ", ".join(map(_link, case.sources)) or "correct"
         print(f"| {case.name} | {sources} | {_cell(by_load)} | {_cell(by_runs)} |", flush=True)
     bugs = sum(case.kind == "bugs" for case in chosen)
     print(f"\n{bugs} bugs and {len(chosen) - bugs} correct trainings, {wrong} judged wrongly")
@@ -35,6 +35,11 @@ def judged(chosen: Iterable[Case]) -> Iterator[tuple[Case, Opinion, Opinion]]:
     for case in chosen:
         with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
             yield case, verified(case, Path(one)), proved(case, Path(other))
+
+
+def _link(address: str) -> str:
+    *_, repository, _, number = address.split("/")
+    return f"[{repository}#{number}]({address})"
 
 
 def _cell(opinion: Opinion) -> str:

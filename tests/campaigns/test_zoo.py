@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.campaigns.case import Case, cases
 from tests.campaigns.judges import problem, proved, verified
 from tests.campaigns.uninterrupted import differences
+from tests.programs import ROOT
 
 SAMPLE = {
     *("bugs.plain.schedule_stepped_twice", "bugs.plain.epoch_of_sampler_lost", "bugs.lightning.weights_made_anew"),
@@ -27,6 +29,14 @@ def test_a_judge_names_each_bug_and_none_a_correct_training(tmp_path: Path, case
     (loads := tmp_path / "loads").mkdir()
     (runs := tmp_path / "runs").mkdir()
     assert problem(case, verified(case, loads), proved(case, runs)) == ""
+
+
+def test_the_page_of_the_zoo_has_every_case() -> None:
+    page = (ROOT / "docs/project/resume_zoo.md").read_text()
+    bugs = [case.name.removeprefix("bugs.") for case in cases() if case.kind == "bugs"]
+    correct = [case.function.replace("_", " ") for case in cases() if case.kind == "correct"]
+    assert re.findall(r"^\| (\w+\.\w+) ", page, re.M) == bugs
+    assert [name for name in correct if name not in " ".join(page.split())] == []
 
 
 def test_each_bug_has_a_public_report_and_one_marked_line() -> None:
