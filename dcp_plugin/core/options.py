@@ -122,10 +122,8 @@ class Keeper(Options):
         super().__post_init__()
         if self.dir is not None:
             local = as_local(self.dir, "keeper.dir", "Give a directory of each node, and the URL as the path.")
-            private, folder = folder_of_proof(), str(absolute(local))
-            if private is not None and not folder.startswith(f"{private}/"):
-                folder = f"{private}/local{folder}"
-            object.__setattr__(self, "dir", folder)
+            private = "" if (proof := folder_of_proof()) is None else f"{proof}/local"
+            object.__setattr__(self, "dir", private + str(absolute(local)).removeprefix(private))
         elif self.replicas or self.durable_every != 1:
             raise ValueError(
                 "keeper.replicas and keeper.durable_every apply to the checkpoints in keeper.dir: set keeper.dir, too."

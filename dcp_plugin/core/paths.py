@@ -195,6 +195,8 @@ def absolute(path: PathLike) -> Path:
 
 PROVED = "DCP_PLUGIN_PROVE"
 """Variable of the environment with the folder of the run of ``dcp-plugin prove`` that has started this process."""
+KILLED_AFTER = "DCP_PLUGIN_PROVE_KILLED_AFTER"
+"""Variable of the environment with the number of saves after which ``prove`` has the training killed; may be empty."""
 
 
 def folder_of_proof() -> Path | None:

@@ -150,6 +150,9 @@ def first_divergence(
     """
     runs = as_path(run1, storage_options), as_path(run2, storage_options)
     steps = steps_of(runs[0]), steps_of(runs[1])
+    for run, of_run in zip(runs, steps, strict=True):
+        if not of_run:
+            raise CheckpointNotFound(f"{run}: no complete checkpoint with a step is there or below")
     common = sorted(steps[0].keys() & steps[1].keys())
     if not common:
         lists = [some([str(step) for step in sorted(of_run)]) for of_run in steps]
@@ -165,8 +168,8 @@ def first_divergence(
         here = divergence_in(found, step, **options)
         texts |= dict.fromkeys(here.texts)
         if not here.deterministic:
-            in_one = {"only_in_1": only[0], "only_in_2": only[1]}
-            return replace(here, run1=runs[0], run2=runs[1], compared=common[:number], texts=list(texts), **in_one)
+            here = replace(here, run1=runs[0], run2=runs[1], only_in_1=only[0], only_in_2=only[1])
+            return replace(here, compared=common[:number], texts=list(texts))
     return Divergence(*runs, common, *only, texts=list(texts))
 
 
@@ -202,8 +205,6 @@ def steps_of(run: Where) -> dict[int, Where]:
         if recorded is None and not digits:
             continue
         steps[int(digits[-1]) if recorded is None else recorded] = checkpoint.path
-    if not steps:
-        raise CheckpointNotFound(f"{run}: no complete checkpoint with a step is there or below")
     return steps
 
 

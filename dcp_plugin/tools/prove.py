@@ -1,21 +1,20 @@
 """``dcp-plugin prove``: run a training undisturbed, and killed and resumed, and compare the checkpoints of both.
 
-Each run has the folder ``run`` in a new folder, the *home* of the proof, as the folder of its checkpoints. When the run
-has ended, that folder gets another name. So all runs have equal paths, and no path in a checkpoint differs.
+Each run has the folder ``run`` in a new folder, the *home* of the proof, as the folder of its checkpoints. When a run
+has ended, its files move to a folder with the name of the run. So all runs have equal paths, and no path in a
+checkpoint differs.
 
-The rule: no run of the user changes. The variable ``DCP_PLUGIN_PROVE`` has every save, deletion and automatic resume
-refuse a folder that is neither new nor in the home (:func:`dcp_plugin.core.media.places.refuse_real_run`), and gives
-the keeper private folders. No process that a run has started is alive when the next run starts.
+The rule: no other run changes. The variable :data:`~dcp_plugin.core.paths.PROVED` has every save, deletion and
+automatic resume refuse a folder that is neither new nor in the home
+(:func:`dcp_plugin.core.media.places.refuse_real_run`), and gives keepers private folders. No process that a run has
+started is alive when the next run starts.
 """
 
 from __future__ import annotations
 
 import csv
 import ctypes
-import fnmatch
-import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -25,50 +24,34 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice, takewhile
-from math import inf, isfinite
+from fnmatch import fnmatchcase
+from itertools import takewhile
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
-from dcp_plugin.core.errors import CheckpointError, CheckpointNotFound, refuse_other_systems, some
-from dcp_plugin.core.paths import PROVED, Where, as_path, is_url
-from dcp_plugin.core.runs.scan import Scan, state_of
+from dcp_plugin.core.errors import CheckpointError, refuse_other_systems, some
+from dcp_plugin.core.media import medium_of
+from dcp_plugin.core.paths import KILLED_AFTER, PROVED, Where, as_path
+from dcp_plugin.core.runs.scan import Scan
 from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.tools.diff import diff
 from dcp_plugin.tools.divergence import LOADER, OPTIMIZER, RNG, Divergence, divergence_in, kind_of, steps_of
 
 RUN = "{run}"
 """Text in a command that is replaced by the folder of a run."""
-UNDISTURBED, RESUMED, REPEATED = "undisturbed", "resumed", "undisturbed-again"
-"""Names of the folders of the runs, after they have ended."""
 NOISE = 10.0
 """Factor by which a difference exceeds the noise: two samples of the same noise differ by less."""
-_POLL = 0.05
-_TRAILING = 60.0
-"""Seconds in which processes that a run has left, such as a keeper or an uploader, end by themselves."""
+_UNDISTURBED, _RESUMED, _REPEATED = "undisturbed", "resumed", "undisturbed-again"
+_POLL, _TRAILING = 0.05, 60.0
+"""Seconds between two looks at a run, and seconds in which processes that it leaves, such as a keeper, may end."""
 _MOST_FILES = 50_000
-"""Number of entries of the working directory that are looked at."""
-_MOST_LINES = 5
-_LAUNCHERS = frozenset(
-    [
-        "srun",
-        "sbatch",
-        "salloc",
-        "ssh",
-        "pdsh",
-        "mpirun",
-        "mpiexec",
-        "mpiexec.hydra",
-        "orterun",
-        "prterun",
-        "jsrun",
-        "aprun",
-        "docker",
-        "podman",
-        "kubectl",
-    ]
-)
+_LAUNCHERS = {
+    *("srun", "sbatch", "salloc", "ssh", "pdsh", "mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "prun"),
+    *("jsrun", "aprun", "docker", "podman", "kubectl"),
+}
 """Programs that start processes which this one cannot end."""
+_ON_ONE_HOST = "starts processes that cannot be ended from here. Prove the training on one host, with torchrun."
 _OFFLINE = {
     "WANDB_MODE": "offline",
     "NEPTUNE_MODE": "offline",
@@ -77,8 +60,6 @@ _OFFLINE = {
     "CLEARML_OFFLINE_MODE": "1",
     "DVC_STUDIO_OFFLINE": "true",
 }
-_OFTEN_FORGOTTEN = {OPTIMIZER: None, "learning rate schedule": re.compile("sched"), RNG: None, LOADER: None}
-"""Parts of a training that a checkpoint may lack, with a pattern for keys of parts that are no kind of their own."""
 
 
 class _Inconclusive(Exception):
@@ -86,64 +67,35 @@ class _Inconclusive(Exception):
 
 
 @dataclass(frozen=True)
-class StepComparison:
-    """The checkpoints of one step in the undisturbed run and in the resumed one."""
-
-    step: int
-    after_kill: bool
-    """True if the resumed process has saved it, false if the killed one has."""
-    differ: int = 0
-    """Number of keys that differ, without those in :attr:`Proof.not_judged`."""
-    key: str = ""
-    """The first key that differs by more than the noise, or else the first that differs."""
-    at: str = ""
-    """The first element that differs, as Python writes it."""
-    values: tuple[str, str] | None = None
-    """The value of this element in the undisturbed run and in the resumed one."""
-    noise: int | None = None
-    """Number of keys that differ between two undisturbed runs; None if these were not compared."""
-    beyond: int = 0
-    """Number of keys that differ by more than the noise."""
-
-
-@dataclass(frozen=True)
-class LossDifference:
-    """A logged loss that differs by more than the noise."""
-
-    name: str
-    step: int
-    undisturbed: float
-    resumed: float
-
-
-@dataclass(frozen=True)
 class Proof:
-    """Result of :func:`prove`."""
+    """Result of :func:`prove`.
+
+    Attributes:
+        killed_after: The step of the newest checkpoint when the training was killed.
+        steps: The comparison of each step that both runs have, in order, without the keys in ``not_judged``. The key is
+            empty if none differs, and the first that differs by more than the noise if any does.
+        first: The first step after the kill that differs by more than the noise.
+        noise: The largest relative difference of a tensor between undisturbed runs, by step after the kill; empty if
+            the second of them was not needed.
+        not_saved: Parts of a training of which the checkpoints have no key.
+        not_judged: Keys of values that differ between undisturbed runs, such as the state of an unseeded generator.
+            They have no influence on the training if all other keys are equal.
+        losses: Logged losses that differ by more than the noise after the kill, in words.
+        changed_files: Files outside of ``{run}`` that the runs have made, changed or deleted.
+        folder: The folder with the runs and their output; None if it is deleted, since the resume is exact.
+    """
 
     verdict: Literal["exact", "different", "inconclusive"]
     reason: str
-    """A sentence about the verdict."""
     killed_after: int | None = None
-    """The step of the newest checkpoint when the training was killed."""
-    steps: list[StepComparison] = field(default_factory=list)
-    """The steps that both runs have, in order."""
-    first: StepComparison | None = None
-    """The first step after the kill that differs by more than the noise."""
-    differ: dict[str, list[str]] = field(default_factory=dict)
-    """The keys that differ at this step, by parts of the training."""
-    still_equal: list[str] = field(default_factory=list)
-    """The parts of the training of which no key differs at this step."""
+    steps: dict[int, Divergence] = field(default_factory=dict)
+    first: int | None = None
+    noise: dict[int, float] = field(default_factory=dict)
     not_saved: list[str] = field(default_factory=list)
-    """Parts of a training of which the checkpoints have no key."""
     not_judged: list[str] = field(default_factory=list)
-    """Keys of values, such as the state of an unseeded generator, that differ between undisturbed runs. They have no
-    influence on the training if all other keys are equal."""
-    losses: list[LossDifference] = field(default_factory=list)
-    """The losses that differ by more than the noise, after the kill."""
+    losses: list[str] = field(default_factory=list)
     changed_files: list[str] = field(default_factory=list)
-    """Files outside of ``{run}`` that the runs have made, changed or deleted."""
     folder: Path | None = None
-    """The folder with the runs and their output; None if it is deleted, since the resume is exact."""
 
 
 def prove(
@@ -172,148 +124,127 @@ def prove(
         CheckpointError: A run fails, or starts processes on other hosts.
     """
     refuse_other_systems()
-    _refuse_command(command, in_place)
-    home = Path(os.path.realpath(tempfile.mkdtemp(prefix="dcp-prove-", dir=folder)))
-    before, began = _files_in(Path.cwd(), home), time.time_ns()
-    trial = _Trial(list(command), home, timeout, in_place, notify)
-    with _as_subreaper(trial):
-        try:
-            proof = _judged(trial, kill_after, list(exclude))
-        except _Inconclusive as reason:
-            proof = Proof("inconclusive", str(reason))
-    changed = sorted(_changed(before, _files_in(Path.cwd(), home), began) | trial.made_elsewhere())
-    if proof.verdict == "exact":
-        shutil.rmtree(home)
-    return replace(proof, changed_files=changed, folder=home if home.exists() else None)
-
-
-def _refuse_command(command: Sequence[str], in_place: bool) -> None:
     words = " ".join(takewhile(lambda word: not word.endswith(".py"), command)).split()
     if launcher := next((word for word in words if Path(word).name in _LAUNCHERS), None):
-        raise ValueError(f"{launcher} starts processes that cannot be ended from here. Prove the training on one host.")
+        raise ValueError(f"{launcher} {_ON_ONE_HOST}")
     if not in_place and not any(RUN in word for word in command):
         raise ValueError(
             f"the command does not say where the run is saved: write {RUN} in place of the folder of its checkpoints, "
             f"as in: dcp-plugin prove -- python train.py --out {RUN}. A command that cannot is run with --in-place."
         )
+    home = Path(os.path.realpath(tempfile.mkdtemp(prefix="dcp-prove-", dir=folder)))
+    before = _files_in(Path.cwd(), home)
+    trial = _Trial(command, home, timeout, in_place, notify)
+    with _adopting_orphans(trial):
+        try:
+            proof = _proved(trial, kill_after, list(exclude))
+        except _Inconclusive as reason:
+            proof = Proof("inconclusive", str(reason))
+    after = _files_in(Path.cwd(), home)
+    changed = set() if before is None or after is None else {path for path, _ in before.items() ^ after.items()}
+    proof = replace(proof, changed_files=sorted(changed | trial.made_elsewhere()), folder=home)
+    if proof.verdict != "exact":
+        return proof
+    shutil.rmtree(home)
+    return replace(proof, folder=None)
 
 
 @contextmanager
-def _as_subreaper(trial: _Trial) -> Iterator[None]:
-    """Adopt orphans of descendants during the block, and end all descendants after it, also at SIGTERM."""
-
-    def end(number: int, frame: object) -> None:
-        sys.exit(128 + number)
-
-    def adopt(orphans: int) -> None:
-        ctypes.CDLL(None, use_errno=True).prctl(36, orphans, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-
-    adopt(1)
-    earlier = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+def _adopting_orphans(trial: _Trial) -> Iterator[None]:
+    """Be the parent of orphaned descendants during the block. End all descendants after it, also at SIGTERM."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    earlier = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
     finally:
         trial.end_processes()
-        adopt(0)
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGTERM, earlier)
+        prctl(36, 0, 0, 0, 0)
 
 
 @dataclass
 class _Trial:
     """Runs of one command, one after the other, in the home of the proof."""
 
-    command: list[str]
+    command: Sequence[str]
     home: Path
     timeout: float
     in_place: bool
     notify: Callable[[str], None]
 
     def __post_init__(self) -> None:
-        self.run = self.home / "run"
         self._others = {pid for pid, parent, *_ in _processes() if parent == os.getpid()}
-        """Children that were there before. They and their descendants are no part of a run."""
 
-    def start(self, name: str, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Run the command until it has ended, or until ``stop`` returns true. Then no process of it is alive.
-
-        Args:
-            name: The name of the run, in messages and as the name of the file with its output.
-
-        Returns:
-            True if the command has ended by itself.
+    def run(self, name: str, kill_after: int | None = None) -> None:
+        """Run the command to its end, or until a save after ``kill_after`` of them begins. No process stays alive.
 
         Raises:
             CheckpointError: The command fails, or starts processes on other hosts.
-            _Inconclusive: It takes longer than the timeout.
+            _Inconclusive: It takes longer than the timeout, or makes too few saves to be killed.
         """
-        self.run.mkdir(exist_ok=True)
-        self.notify(f"{name} run")
-        output = self.home / f"{name}.log"
-        deadline = time.monotonic() + self.timeout
-        words = [word.replace(RUN, str(self.run)) for word in self.command]
+        run, output = self.home / "run", self.home / f"{name}.log"
+        run.mkdir(exist_ok=True)
+        self.notify(f"{name} run{'' if kill_after is None else f', killed after save {kill_after}'}")
+        words, until = [word.replace(RUN, str(run)) for word in self.command], time.monotonic() + self.timeout
+        options: dict[str, Any] = {"env": self._environment(kill_after), "start_new_session": True}
         with open(output, "ab") as log:
-            options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-            process = subprocess.Popen(words, env=self._environment(), start_new_session=True, **options)
+            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, **options)
+
+        def is_due() -> bool:
+            return kill_after is not None and len(self.saves()) > kill_after
+
         try:
-            while process.poll() is None and not stop():
+            while process.poll() is None and not is_due():
                 if launchers := _LAUNCHERS.intersection(self._alive().values()):
-                    raise CheckpointError(
-                        f"the command has started {some(sorted(launchers))}, whose processes cannot be ended from "
-                        f"here. Prove the training on one host."
-                    )
-                if time.monotonic() > deadline:
+                    raise CheckpointError(f"{some(sorted(launchers))}, which the command has started, {_ON_ONE_HOST}")
+                if time.monotonic() > until:
                     raise _Inconclusive(f"the {name} run took longer than {self.timeout:g} s (--timeout)")
                 time.sleep(_POLL)
-            has_ended = process.returncode is not None
-            deadline = time.monotonic() + _TRAILING
-            while has_ended and self._alive() and time.monotonic() < deadline:
+            until = time.monotonic() + _TRAILING
+            while process.returncode == 0 and self._alive() and time.monotonic() < until:
                 time.sleep(_POLL)
         finally:
             self.end_processes()
             process.wait()
-        if has_ended and process.returncode:
-            lines = output.read_text(errors="replace").rstrip().split("\n")[-_MOST_LINES:]
-            raise CheckpointError(
-                "\n".join([f"the {name} run ended with status {process.returncode}; {output} ends with:", *lines])
-            )
-        return has_ended
+        if process.returncode and not is_due():
+            lines = output.read_text(errors="replace").rstrip().split("\n")[-5:]
+            status = f"the {name} run ended with status {process.returncode}; {output} ends with:"
+            raise CheckpointError("\n".join([status, *lines]))
+        if kill_after is not None and not is_due():
+            raise _Inconclusive(f"the run ended before it could be killed after save {kill_after}")
+
+    def put_away(self, name: str) -> Path:
+        """Move the files of the run to a folder with its name, and return it. The next run begins without them."""
+        for number, root in enumerate(self._roots()):
+            (kept := self.home / name / str(number)).mkdir(parents=True)
+            for entry in list(root.iterdir()):
+                shutil.move(entry, kept)
+        for private in ("local", "trackers"):
+            shutil.rmtree(self.home / private, ignore_errors=True)
+        (self.home / "saves").unlink(missing_ok=True)
+        return self.home / name
 
     def saves(self) -> list[str]:
-        """Return the paths of the saves that have begun since the last run was put away, in order."""
+        """Return the paths of the saves that have begun, in order; of other tools those of complete checkpoints."""
         with suppress(FileNotFoundError):
             return (self.home / "saves").read_text().splitlines()
-        return []
+        return list(map(str, self.checkpoints()))
 
-    def roots(self) -> list[Path]:
-        """Return the folders that have the checkpoints of the present run."""
-        return [self.run, *(Path(path) for path in self.made_elsewhere() if self.in_place and os.path.isdir(path))]
+    def checkpoints(self) -> list[Where]:
+        """Return the complete checkpoints of the present run, of all tools."""
+        return [found.path for root in self._roots() for found in Scan(root, others=True, read_all=True).complete()]
+
+    def steps(self) -> dict[int, Where]:
+        """Return the newest checkpoint of each step of the present run."""
+        return {step: path for root in self._roots() for step, path in steps_of(root).items()}
 
     def made_elsewhere(self) -> set[str]:
         """Return the folders outside of the home in which a run has looked for checkpoints or made some."""
         with suppress(FileNotFoundError):
-            return {path for path in (self.home / "folders").read_text().splitlines() if _exists(path)}
+            folders = (self.home / "folders").read_text().splitlines()
+            return {folder for folder in folders if medium_of(as_path(folder)).kind(as_path(folder))}
         return set()
-
-    def hold_after(self, count: int | None) -> None:
-        """Let the save after this number of saves wait for SIGKILL; None: no save waits."""
-        if count is not None:
-            (self.home / "hold").write_text(str(count))
-        else:
-            (self.home / "hold").unlink()
-
-    def put_away(self, name: str) -> Path:
-        """Move the folder of the run, and return its new name. The next run begins without the files of this one."""
-        kept = self.home / name
-        for number, root in enumerate(self.roots()):
-            (target := kept / f"elsewhere-{number}" if number else kept).mkdir()
-            for entry in list(root.iterdir()):
-                shutil.move(entry, target)
-        for private in ("local", "trackers"):
-            shutil.rmtree(self.home / private, ignore_errors=True)
-        with suppress(FileNotFoundError):
-            (self.home / "saves").rename(self.home / f"{name}.saves")
-        return kept
 
     def end_processes(self) -> None:
         """Send SIGKILL to all descendants until none is alive: an orphan becomes a child of this process.
@@ -321,247 +252,191 @@ class _Trial:
         Raises:
             CheckpointError: A process does not end.
         """
-        deadline = time.monotonic() + _TRAILING
-        while alive := self._alive():
-            if time.monotonic() > deadline:
-                raise CheckpointError(f"these processes of the command do not end: {some(map(str, alive))}")
+        until = time.monotonic() + _TRAILING
+        # Twice: a parent that ends during the first look hides its children, which are orphans in the second.
+        while alive := self._alive() or self._alive():
+            if time.monotonic() > until:
+                raise CheckpointError(f"these processes of the command do not end: {some(list(alive))}")
             for pid in alive:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(_POLL / 5)
-        for pid, parent, *_ in _processes():  # a program of the next run may look whether the number exists
+        for pid, parent, *_ in _processes():  # the next run may look whether a process with the number exists
             if parent == os.getpid() and pid not in self._others:
-                with suppress(ChildProcessError):
-                    os.waitpid(pid, 0)
+                os.waitpid(pid, os.WNOHANG)
+
+    def _roots(self) -> list[Path]:
+        elsewhere = sorted(self.made_elsewhere()) if self.in_place else []
+        return [self.home / "run", *(Path(folder) for folder in elsewhere if os.path.isdir(folder))]
 
     def _alive(self) -> dict[int, str]:
         """Return the descendants of this process that are part of a run, with the names of their programs."""
         below: dict[int, list[tuple[int, str]]] = {}
         for pid, parent, program, is_alive in _processes():
-            if is_alive:
+            if is_alive and pid not in self._others:
                 below.setdefault(parent, []).append((pid, program))
-        found = [child for child in below.get(os.getpid(), ()) if child[0] not in self._others]
+        found = below.get(os.getpid(), [])
         for pid, _ in found:  # grows
-            found += below.get(pid, ())
+            found += below.get(pid, [])
         return dict(found)
 
-    def _environment(self) -> dict[str, str]:
-        trackers = self.home / "trackers"
-        trackers.mkdir(exist_ok=True)
+    def _environment(self, kill_after: int | None) -> dict[str, str]:
+        (trackers := self.home / "trackers").mkdir(exist_ok=True)
         private = {"WANDB_DIR": str(trackers), "MLFLOW_TRACKING_URI": (trackers / "mlflow").as_uri()}
-        return {"HF_HUB_OFFLINE": "1", **os.environ, **_OFFLINE, **private, PROVED: str(self.home)}
+        proof = {PROVED: str(self.home), KILLED_AFTER: "" if kill_after is None else str(kill_after)}
+        return {"HF_HUB_OFFLINE": "1", **os.environ, **_OFFLINE, **private, **proof}
 
 
 def _processes() -> Iterator[tuple[int, int, str, bool]]:
     """Yield all processes of this system: number, number of the parent, name of the program, False for a zombie."""
     for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            with suppress(OSError):
+        with suppress(OSError):
+            if entry.name.isdigit():
                 before, _, after = Path(entry.path, "stat").read_text(errors="replace").rpartition(") ")
                 state, parent = after.split()[:2]
                 yield int(entry.name), int(parent), before.partition("(")[2], state not in "ZX"
 
 
-def _exists(path: str) -> bool:
-    return is_url(path) or os.path.exists(path)
+def _files_in(folder: Path, besides: Path) -> dict[str, int] | None:
+    """Return the files below a folder with the times of their last change; None if there are too many."""
+    changed: dict[str, int] = {}
+    for directory, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if Path(directory, name) != besides and name != "__pycache__"]
+        for path in (os.path.join(directory, name) for name in names):
+            with suppress(OSError):
+                changed[path] = os.lstat(path).st_ctime_ns
+        if len(changed) > _MOST_FILES:
+            return None
+    return changed
 
 
-def _files_in(folder: Path, besides: Path) -> dict[str, int]:
-    """Return the files below a folder, with the times of their last change; at most :data:`_MOST_FILES`."""
-
-    def walk() -> Iterator[tuple[str, int]]:
-        for directory, folders, names in os.walk(folder):
-            folders[:] = [
-                name for name in sorted(folders) if Path(directory, name) != besides and name != "__pycache__"
-            ]
-            for name in sorted(names):
-                with suppress(OSError):
-                    path = os.path.join(directory, name)
-                    yield path, os.lstat(path).st_ctime_ns
-
-    return dict(islice(walk(), _MOST_FILES))
-
-
-def _changed(before: dict[str, int], after: dict[str, int], began: int) -> set[str]:
-    """Return the files that were made, changed or deleted. A file that the limit has hidden before is no new one."""
-    differ = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
-    made = {path for path in differ & after.keys() if path in before or after[path] >= began}
-    return made | {path for path in differ - after.keys() if not os.path.lexists(path)}
-
-
-def _judged(trial: _Trial, kill_after: int | None, exclude: Collection[str]) -> Proof:
-    trial.start(UNDISTURBED)
-    planned = trial.saves() or _complete(trial.roots())
-    undisturbed = trial.put_away(UNDISTURBED)
-    if not planned:
+def _proved(trial: _Trial, kill_after: int | None, exclude: Collection[str]) -> Proof:
+    trial.run(_UNDISTURBED)
+    if not (planned := trial.saves()):
         raise _Inconclusive(f"the undisturbed run has saved no checkpoint in {RUN}")
+    undisturbed = trial.put_away(_UNDISTURBED)
     count = kill_after or max(1, len(planned) // 2)
-
-    def is_due() -> bool:
-        if not (begun := trial.saves()):  # saves of other tools are not recorded
-            return len(_complete(trial.roots())) >= count
-        if len(begun) != count or begun[-1] in begun[:-1]:  # the path may have an earlier checkpoint
-            return len(begun) > count
-        state = state_of(as_path(begun[-1]))
-        return state is not None and state.committed
-
-    trial.hold_after(count)
-    if trial.start(RESUMED, is_due):
-        raise _Inconclusive(f"the run ended before it could be killed after save {count} of {len(planned)}")
-    trial.hold_after(None)
-    killed, at_kill, complete = trial.saves(), _steps(trial.roots()), _complete(trial.roots())
-    if not at_kill:
+    trial.run(_RESUMED, count)
+    killed, present, steps = trial.saves(), trial.checkpoints(), trial.steps()
+    if not steps:
         raise _Inconclusive(f"the killed run has left no checkpoint with a step in {RUN}")
-    trial.start(RESUMED)
+    trial.run(_RESUMED)
+    # Paths that a run saves to more than once, such as "last", show nothing.
     again = {path for path in trial.saves()[len(killed) :] if path in killed[:count] and planned.count(path) == 1}
-    last = max(at_kill)
-    again |= {str(path) for step, path in _steps(trial.roots()).items() if step <= last} - {*complete}
-    resumed = trial.put_away(RESUMED)
-    comparison = _Comparison(trial, undisturbed, resumed, last, exclude)
+    again |= {str(path) for step, path in trial.steps().items() if step <= max(steps) and path not in present}
+    resumed = trial.put_away(_RESUMED)
     if again:
-        reason = (
-            f"the second start did not resume: it saved {some(sorted(again))} again, which was saved before the kill"
+        reason = f"the second start did not resume: it saved anew what was saved before the kill, {some(sorted(again))}"
+        return Proof("different", reason, max(steps))
+    return _compared(trial, [undisturbed, resumed], max(steps), exclude)
+
+
+def _compared(trial: _Trial, runs: list[Path], last: int, exclude: Collection[str]) -> Proof:
+    """Compare an undisturbed run with a resumed one, and if they differ, with a second undisturbed one."""
+    steps = [steps_of(run) for run in runs]
+    common = sorted(steps[0].keys() & steps[1].keys())
+    after = [step for step in common if step > last]
+    if not after:
+        lists = [some(list(map(str, sorted(of_run)))) for of_run in steps]
+        raise _Inconclusive(
+            f"no step after the kill (at step {last}) is in both runs: the undisturbed one has {lists[0]}, the resumed "
+            f"one {lists[1]}. A retention that keeps more of them, or an earlier kill, may help"
         )
-        return Proof("different", reason, last, not_saved=comparison.not_saved())
-    return comparison.result()
+    found = {step: _difference(step, steps[0][step], steps[1][step], exclude) for step in common}
+    amounts = {step: _amounts(there) for step, there in found.items()}
+    # Before the kill both runs are undisturbed.
+    unjudged = {key for step in common if step <= last for key in amounts[step] if amounts[step][key] == inf}
+    losses = [_losses(run, exclude) for run in runs]
+    noise: dict[int, float] = dict.fromkeys(after, 0.0)
+    if any(amounts[step].keys() - unjudged for step in after) or _apart(losses[0], losses[1], losses[0], last):
+        trial.run(_REPEATED)
+        again = trial.put_away(_REPEATED)
+        losses.append(_losses(again, exclude))
+        repeated = steps_of(again)
+        noise = dict.fromkeys(after, inf)  # of a step that the second undisturbed run does not have
+        for step in repeated.keys() & after:
+            usual = _amounts(_difference(step, steps[0][step], repeated[step], exclude))
+            unjudged |= {key for key, amount in usual.items() if amount == inf}
+            noise[step] = max((amount for amount in usual.values() if amount < inf), default=0.0)
+    compared: dict[int, Divergence] = {}
+    first: int | None = None
+    for step, there in found.items():
+        differ = {part: [key for key in keys if key not in unjudged] for part, keys in there.differ.items()}
+        keys = [key for of_part in differ.values() for key in of_part]
+        beyond = [key for key in keys if step > last and amounts[step][key] > NOISE * noise[step]]
+        key = next(iter([*beyond, *keys]), "")
+        at, values = (there.at, there.values) if key == there.key else ("", None)
+        differ = {part: keys for part, keys in differ.items() if keys}
+        compared[step] = replace(there, key=key, at=at, values=values, differ=differ)
+        first = step if first is None and beyond else first
+    apart = _apart(losses[0], losses[1], losses[-1] if losses[2:] else losses[0], last)
+    verdict: Literal["exact", "different", "inconclusive"] = "exact"
+    reason = f"the resume is exact: {len(after)} checkpoint(s) after the kill are bit-identical"
+    if first is not None:
+        verdict, reason = "different", f"step {first} differs first in {shown(compared[first])}"
+    elif apart:
+        verdict, reason = "different", f"the checkpoints are equal, but not the logged {apart[0]}"
+    elif any(compared[step].key for step in after):
+        verdict, reason = "inconclusive", "two undisturbed runs differ as much: make the training deterministic"
+    missing = _not_saved(steps[1][after[0]])
+    noise = noise if losses[2:] else {}
+    return Proof(verdict, reason, last, compared, first, noise, missing, sorted(unjudged), apart)
 
 
-def _complete(roots: Iterable[Path]) -> list[str]:
-    """Return the complete checkpoints of all tools, oldest first."""
-    return [str(found.path) for root in roots for found in Scan(root, others=True, read_all=True).complete()]
+def shown(difference: Divergence) -> str:
+    """Return the first key and element that differ, and both values; empty without any."""
+    values = f" ({difference.values[0]} -> {difference.values[1]})" if difference.values else ""
+    return f"{difference.key}{difference.at}{values}"
 
 
-def _steps(roots: Iterable[Path]) -> dict[int, Where]:
-    steps: dict[int, Where] = {}
-    for root in roots:
-        with suppress(CheckpointNotFound):
-            steps |= steps_of(root)
-    return steps
+def _difference(step: int, first: Where, second: Where, exclude: Collection[str]) -> Divergence:
+    with CheckpointReader(first) as reader:
+        known = [pattern for pattern in exclude if any(fnmatchcase(key, pattern) for key in reader.index)]
+    return divergence_in(diff(first, second, exclude=known), step)
 
 
-class _Comparison:
-    """Comparison of two runs that have ended, and of a third one if these differ."""
-
-    def __init__(self, trial: _Trial, undisturbed: Path, resumed: Path, last: int, exclude: Collection[str]) -> None:
-        self._trial, self._runs, self._last, self._exclude = trial, (undisturbed, resumed), last, exclude
-        self._steps = _steps([undisturbed]), _steps([resumed])
-        self._unjudged: set[str] = set()
-
-    def result(self) -> Proof:
-        common = sorted(self._steps[0].keys() & self._steps[1].keys())
-        if not any(step > self._last for step in common):
-            lists = [some([str(step) for step in sorted(steps)]) for steps in self._steps]
-            raise _Inconclusive(
-                f"no step after the kill (at step {self._last}) is in both runs: the undisturbed one has {lists[0]}, "
-                f"the resumed one {lists[1]}. A retention that keeps more of them, or an earlier kill, may help"
-            )
-        found = {step: self._difference(step, self._steps[1][step]) for step in common}
-        # Before the kill both runs are undisturbed. Values such as the stream of an unseeded generator differ there.
-        self._unjudged = {key for step in common if step <= self._last for key in _values(found[step])}
-        losses, repeated = self._differing_losses(None), None
-        if losses or any(self._keys(found[step]) for step in common if step > self._last):
-            self._trial.start(REPEATED)
-            repeated = self._trial.put_away(REPEATED)
-            losses = self._differing_losses(repeated)
-        noise = {} if repeated is None else self._noise(repeated, common)
-        self._unjudged |= {key for there in noise.values() for key in _values(there)}
-        steps = [self._of_step(step, found[step], noise.get(step)) for step in common]
-        first = next((step for step in steps if step.after_kill and step.beyond), None)
-        shared = {"not_saved": self.not_saved(), "losses": losses, "not_judged": sorted(self._unjudged)}
-        proof = Proof("exact", "", self._last, steps, first, **shared)
-        if first is not None:
-            there = found[first.step]
-            values = f" ({first.values[0]} -> {first.values[1]})" if first.values else ""
-            reason = f"the resume is not exact: step {first.step} differs first in {first.key}{first.at}{values}"
-            proof = replace(proof, differ=there.differ, still_equal=there.still_equal)
-            return replace(proof, verdict="different", reason=reason)
-        if losses:
-            loss = losses[0]
-            reason = f"{loss.name} differs at step {loss.step} ({loss.undisturbed} -> {loss.resumed})"
-            return replace(proof, verdict="different", reason=f"the checkpoints are equal, but the logged {reason}")
-        if any(step.differ for step in steps if step.after_kill):
-            reason = "two undisturbed runs differ as much as the resumed one: make the training deterministic"
-            return replace(proof, verdict="inconclusive", reason=reason)
-        count = sum(step.after_kill for step in steps)
-        return replace(proof, reason=f"the resume is exact: {count} checkpoint(s) after the kill are bit-identical")
-
-    def _keys(self, found: Divergence) -> list[str]:
-        """Return the keys that differ, without values that differ between undisturbed runs."""
-        return [key for group in found.differ.values() for key in group if key not in self._unjudged]
-
-    def _noise(self, repeated: Path, common: Collection[int]) -> dict[int, Divergence]:
-        steps = _steps([repeated])
-        return {step: self._difference(step, steps[step]) for step in common if step > self._last and step in steps}
-
-    def not_saved(self) -> list[str]:
-        """Return the parts of a training of which the newest checkpoint before the kill has no key."""
-        with CheckpointReader(self._steps[1].get(self._last) or next(iter(self._steps[1].values()))) as reader:
-            kinds = {kind_of(key, reader.kinds) for key in reader.index}
-            keys = " ".join(reader.index).lower()
-        return [
-            part
-            for part, pattern in _OFTEN_FORGOTTEN.items()
-            if not (pattern.search(keys) if pattern else part in kinds)
-        ]
-
-    def _difference(self, step: int, other: Where) -> Divergence:
-        first = self._steps[0][step]
-        with CheckpointReader(first) as reader:
-            exclude = [pattern for pattern in self._exclude if fnmatch.filter(reader.index, pattern)]
-        return divergence_in(diff(first, other, exclude=exclude), step)
-
-    def _of_step(self, step: int, found: Divergence, noise: Divergence | None) -> StepComparison:
-        """Return the result for a step. If undisturbed runs differ in tensors, only larger differences count."""
-        keys = self._keys(found)
-        beyond = keys
-        if noise is not None:
-            relative, usual = _relative(found), _relative(noise)
-            # That of all tensors: a single element differs by little now and then.
-            limit = NOISE * max(filter(isfinite, usual.values()), default=0.0)
-            beyond = [key for key in keys if relative.get(key, inf) > max(limit, usual.get(key, 0.0))]
-        key = next(iter(beyond or keys), "")
-        at, values = (found.at, found.values) if key == found.key else ("", None)
-        noisy = None if noise is None else len(self._keys(noise))
-        return StepComparison(step, step > self._last, len(keys), key, at, values, noisy, len(beyond))
-
-    def _differing_losses(self, repeated: Path | None) -> list[LossDifference]:
-        undisturbed, resumed = map(_losses, self._runs)
-        again = {} if repeated is None else _losses(repeated)
-        noise: dict[str, float] = {}
-        for (step, name), loss in again.items():
-            noise[name] = max(noise.get(name, 0.0), abs(loss - undisturbed.get((step, name), loss)))
-        return [
-            LossDifference(name, step, loss, resumed[step, name])
-            for (step, name), loss in sorted(undisturbed.items())
-            if step > self._last
-            and abs(loss - resumed.get((step, name), loss)) > NOISE * noise.get(name, 0.0)
-            and not any(fnmatch.fnmatchcase(name, pattern) for pattern in self._exclude)
-        ]
-
-
-def _values(found: Divergence) -> set[str]:
-    """Return the keys that differ and are no tensors of floats."""
-    return {key for group in found.differ.values() for key in group} - _relative(found).keys()
-
-
-def _relative(found: Divergence) -> dict[str, float]:
-    """Return the relative differences of the tensors of floats."""
+def _amounts(found: Divergence) -> dict[str, float]:
+    """Return the relative differences of the tensors of floats that differ, and infinity for other keys."""
     changed = () if found.diff is None else found.diff.changed
-    return {tensor.key: tensor.amount.relative for tensor in changed if tensor.amount and "float" in tensor.dtype}
+    floats = {tensor.key: tensor.amount.relative for tensor in changed if tensor.amount and "float" in tensor.dtype}
+    keys = (key for group in found.differ.values() for key in group)
+    return {key: min(floats[key], sys.float_info.max / NOISE) if key in floats else inf for key in keys}
 
 
-def _losses(run: Path) -> dict[tuple[int, str], float]:
-    """Return the logged losses by step and name: those in checkpoints, in ``metrics.csv`` and of a Trainer."""
-    logged: dict[tuple[Any, str], Any] = {}
-    for state in Scan(run, read_all=True).states.values():
-        logged |= {(state.step, name): value for name, value in state.metrics.items()}
-    for file in sorted([*run.rglob("metrics.csv"), *run.rglob("trainer_state.json")], key=os.path.getmtime):
-        with suppress(OSError, ValueError, LookupError, TypeError), open(file, newline="") as text:
-            rows = csv.DictReader(text) if file.suffix == ".csv" else json.load(text)["log_history"]
-            for row in rows:
-                logged |= {(row["step"], name): value for name, value in row.items()}
-    losses: dict[tuple[int, str], float] = {}
-    for (step, name), value in logged.items():
-        with suppress(ValueError, TypeError):
-            losses |= {(int(step), name): float(value)} if "loss" in name else {}
+def _not_saved(path: Where) -> list[str]:
+    """Return the parts that trainings often have, and of which a checkpoint has no key."""
+    with CheckpointReader(path) as reader:
+        kinds = {kind_of(key, reader.kinds) for key in reader.index}
+        schedule = [] if any("sched" in key.lower() for key in reader.index) else ["learning rate schedule"]
+    return [part for part in (OPTIMIZER, RNG, LOADER) if part not in kinds] + schedule
+
+
+_Losses = dict[tuple[str, int], float]
+
+
+def _losses(run: Path, exclude: Collection[str]) -> _Losses:
+    """Return the logged losses by name and step: those of checkpoints, and of ``metrics.csv``."""
+    rows: list[dict[str, Any]] = [
+        {**state.metrics, "step": state.step} for state in Scan(run, read_all=True).states.values()
+    ]
+    for file in sorted(run.rglob("metrics.csv"), key=os.path.getmtime):
+        with suppress(OSError, csv.Error), open(file, newline="", errors="replace") as text:
+            rows += csv.DictReader(text)
+    losses: _Losses = {}
+    for row in rows:
+        for name in (name for name in row if "loss" in str(name) and not any(fnmatchcase(name, p) for p in exclude)):
+            with suppress(ValueError, TypeError, KeyError):
+                losses[name, int(row["step"])] = float(row[name])
     return losses
+
+
+def _apart(undisturbed: _Losses, resumed: _Losses, again: _Losses, last: int) -> list[str]:
+    """Return the losses after the kill that differ by more than those of the first run and its repetition."""
+    noise: dict[str, float] = {}
+    for (name, step), loss in undisturbed.items():
+        noise[name] = max(noise.get(name, 0.0), abs(loss - again.get((name, step), loss)))
+    return [
+        f"{name} at step {step}: {loss} -> {resumed[name, step]}"
+        for (name, step), loss in sorted(undisturbed.items())
+        if step > last and abs(loss - resumed.get((name, step), loss)) > NOISE * noise[name]
+    ]

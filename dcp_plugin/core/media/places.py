@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +19,7 @@ from dcp_plugin.core.errors import CheckpointError, SaveFailed, some
 from dcp_plugin.core.format import PACKED, SUMMARY, read
 from dcp_plugin.core.format.summary import MAX_SIZE, OtherFormat, Summary
 from dcp_plugin.core.media.medium import Listed, Medium, P, Readable
-from dcp_plugin.core.paths import ObjectPath, Where, folder_of_proof, resolved
+from dcp_plugin.core.paths import KILLED_AFTER, ObjectPath, Where, folder_of_proof, resolved
 
 WORKSPACE = ".dcp_plugin"
 """The directory in a folder of checkpoints that has the saves in flight, or their records. If it belongs to another
@@ -72,18 +72,14 @@ def workspaces_in(folder: Where) -> list[Where]:
     return [folder / name for name in (WORKSPACE, *names)]
 
 
-_MOST_POLLS = 1200
-"""Polls of 50 ms for which a save waits to be killed. The waiting training ends even if ``prove`` has died."""
-
-
 def refuse_real_run(folder: Where, medium: Medium, save: str = "") -> None:
     """Refuse a folder of checkpoints that is neither new nor made by this run of ``dcp-plugin prove``.
 
     Outside of ``prove``, do nothing. A new folder is absent or empty; its name is recorded.
 
     Args:
-        save: Name of the checkpoint in the folder that is about to be saved. It is recorded, and waits for SIGKILL if
-            ``prove`` ends the training before this save.
+        save: Name of the checkpoint in the folder that is about to be saved. It is recorded. If ``prove`` has the
+            training killed before this save, this process ends by SIGKILL, and ``prove`` ends all others.
 
     Raises:
         CheckpointError: The folder has other files. Nothing has changed.
@@ -104,18 +100,13 @@ def refuse_real_run(folder: Where, medium: Medium, save: str = "") -> None:
                     f"there. In the command that is proved, write {{run}} in place of the folder of the run."
                 )
             file.write(f"{folder}\n")
-    if not save:
-        return
-    with open(proof / "saves", "a+") as file:
-        file.write(f"{folder / save}\n")
-        file.seek(0)
-        begun = len(file.readlines())
-    for _ in range(_MOST_POLLS):
-        with suppress(OSError, ValueError):
-            if begun > int((proof / "hold").read_text()):
-                time.sleep(0.05)
-                continue
-        break
+    if save:
+        with open(proof / "saves", "a+") as file:
+            file.write(f"{folder / save}\n")
+            file.seek(0)
+            begun = len(file.readlines())
+        if begun > int(os.environ.get(KILLED_AFTER) or begun):
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def refuse_workspace(final: Where) -> None:

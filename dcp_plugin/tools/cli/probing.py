@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,10 +23,10 @@ from dcp_plugin.tools.cli.terminal import (
 
 if TYPE_CHECKING:
     from dcp_plugin.tools.probes import DoctorReport
-    from dcp_plugin.tools.prove import Proof, StepComparison
+    from dcp_plugin.tools.prove import Proof
 
 _MAX_LISTED = 20
-"""Number of changed files and of losses that are printed."""
+"""Number of names of a kind that are printed."""
 
 
 def doctor_command(
@@ -95,35 +95,57 @@ def prove_command(
         notify=partial(echo, err=True),
     )
     status = {"exact": 0, "different": NO, "inconclusive": UNDECIDED}[proof.verdict]
-    return Answer({"prove": proof}, partial(_print_proof, proof), status)
+    return Answer({"prove": _proof_document(proof)}, partial(_print_proof, proof), status)
+
+
+def _proof_document(proof: Proof) -> dict[str, Any]:
+    steps = {
+        step: {
+            "step": step,
+            "after_kill": step > (proof.killed_after or 0),
+            "differ": sum(map(len, there.differ.values())),
+            "key": there.key,
+            "at": there.at,
+            "values": there.values,
+            "noise": proof.noise.get(step),
+        }
+        for step, there in proof.steps.items()
+    }
+    first = None if proof.first is None else proof.steps[proof.first]
+    parts = {"differ": first.differ if first else {}, "still_equal": first.still_equal if first else []}
+    document = {**vars(proof), **parts, "steps": list(steps.values()), "first": first and steps[proof.first or 0]}
+    del document["noise"]
+    return document
 
 
 def _print_proof(proof: Proof) -> None:
-    if proof.steps:
-        columns = ("step", "saved", "keys that differ", "first difference", "without a kill")
-        table(columns, map(_row, proof.steps), numbers=columns[:1], optional=columns[4:])
-        echo()
-    for part, keys in proof.differ.items():
+    from dcp_plugin.tools.prove import shown
+
+    document = _proof_document(proof)
+    rows = [
+        (
+            str(step["step"]),
+            "after the kill" if step["after_kill"] else "before it",
+            str(step["differ"] or "none"),
+            shown(proof.steps[step["step"]]),
+            "" if step["noise"] is None else f"{step['noise']:.1g}",
+        )
+        for step in document["steps"]
+    ]
+    if rows:
+        table(("step", "saved", "keys that differ", "first difference", "noise"), rows, numbers=("step", "noise"))
+    for part, keys in document["differ"].items():
         echo(f"differs: {part}, {len(keys)} key(s): {', '.join(keys[:3])}{', …' if len(keys) > 3 else ''}")
-    if proof.still_equal and proof.differ:
-        echo(f"equal: {', '.join(proof.still_equal)}")
-    if proof.not_saved:
-        echo(f"in no checkpoint: {', '.join(proof.not_saved)}")
-    if proof.not_judged:
-        echo(f"not judged, since undisturbed runs differ: {', '.join(proof.not_judged)}")
-    for loss in proof.losses[:_MAX_LISTED]:
-        echo(f"loss: {loss.name} at step {loss.step}: {loss.undisturbed} -> {loss.resumed}")
-    for name in proof.changed_files[:_MAX_LISTED]:
-        echo(f"changed outside of {{run}}: {name}")
-    if len(proof.changed_files) > _MAX_LISTED:
-        echo(f"and {len(proof.changed_files) - _MAX_LISTED} more; --json has all")
-    if proof.folder is not None:
-        echo(f"The runs and their output are in {proof.folder}")
+    listed = {
+        "equal": document["still_equal"],
+        "in no checkpoint": proof.not_saved,
+        "not judged, since undisturbed runs differ": proof.not_judged,
+        "logged": proof.losses,
+        "changed outside of {run}": proof.changed_files,
+        "the runs and their output": [] if proof.folder is None else [str(proof.folder)],
+    }
+    for what, names in listed.items():
+        if names:
+            more = f", and {len(names) - _MAX_LISTED} more (--json)" if len(names) > _MAX_LISTED else ""
+            echo(f"{what}: {', '.join(names[:_MAX_LISTED])}{more}")
     echo(f"{proof.verdict.upper()}: {proof.reason}.")
-
-
-def _row(step: StepComparison) -> tuple[str, ...]:
-    values = f": {step.values[0]} -> {step.values[1]}" if step.values else ""
-    noise = "" if step.noise is None else f"{step.noise or 'none'}; {step.beyond or 'none'} differ by more"
-    saved = "after the kill" if step.after_kill else "before it"
-    return str(step.step), saved, str(step.differ or "none"), f"{step.key}{step.at}{values}", noise
