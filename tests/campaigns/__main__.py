@@ -17,8 +17,11 @@ from tests.campaigns.judges import Opinion, problem, proved, verified
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns", description=__doc__)
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their names")
-    chosen = [case for case in cases() if parser.parse_args().only in case.name]
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="TEXT", help="cases with one of these in their names"
+    )
+    only = parser.parse_args().only
+    chosen = [case for case in cases() if any(text in case.name for text in only)]
     wrong = 0
     print("| case | source | verify_resume | prove |\n|---|---|---|---|", flush=True)
     for case, by_load, by_runs in judged(chosen):
