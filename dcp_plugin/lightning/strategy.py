@@ -286,7 +286,7 @@ class LightningAdapter(StrategyAdapter):
                 io.started = None if continues else io.start(self.model, self.module.strict_loading)
             if io.init_from is not None and io.started is not None:
                 rank_zero_info(str(io.started))
-            if io.started is not None and self._check is not None:
+            if self._check is not None and io.started is not None and io.started.how == "resumed":
                 self._compare_later(io.started)
         self.stock.barrier(*args, **kwargs)
 

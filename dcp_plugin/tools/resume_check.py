@@ -15,8 +15,9 @@ Large tensors are compared by a sample, on their device. Nothing is added to a s
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -26,7 +27,7 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from dcp_plugin.checkpointer import Checkpointer, Internals
-from dcp_plugin.core.errors import CheckpointError, CheckpointMismatch, first_line, logger, some, warn
+from dcp_plugin.core.errors import CheckpointMismatch, first_line, logger, some, warn
 from dcp_plugin.core.format.keys import join
 from dcp_plugin.core.format.values import is_plain
 from dcp_plugin.core.loading import on_delivery
@@ -84,7 +85,7 @@ class ResumeCheck:
     sizes: dict[str, Mark] = field(default_factory=dict)  # of all leaves
     compared: set[str] = field(default_factory=set)
     differences: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))  # cause -> keys
-    failure: Exception | None = None
+    failure: str = ""
     report: LoadReport | None = None
     prepare: Callable[[Any], Mapping[str, Any]] = dict  # state of a user -> objects under the names of the checkpoint
 
@@ -108,20 +109,31 @@ class ResumeCheck:
         delivered: Marks = {}
         before = self._attempt(lambda: _marks_before(fitted))
         yield lambda: delivered.update(self._attempt(lambda: marks_of(fitted.targets)) or {})
-        live = self._attempt(lambda: Live.of(state, ranks))
-        if self.failure is None:
-            self._attempt(lambda: self._note(delivered, before, live, fitted))
+        self._attempt(lambda: self._note(delivered, before or {}, fitted, state, ranks))
 
     def _attempt(self, work: Callable[[], Any]) -> Any:
         """Return the result of ``work``. A failure ends the comparison, but not the resume."""
         attempt = Attempt.of(work)
-        self.failure = self.failure or attempt.failure
+        if attempt.failure is not None:  # as text: its traceback would keep the objects alive
+            self.failure = self.failure or f"{type(attempt.failure).__name__}: {first_line(attempt.failure)}"
         return attempt.value
 
-    def _note(self, delivered: Marks, before: Marks, live: Live, fitted: FittedLoad) -> None:
-        own_code = {adapter.name for adapter in live.adapters.values() if _transforms(adapter, fitted)}
+    def _note(
+        self, delivered: Marks, before: Marks, fitted: FittedLoad, state: Mapping[str, Any], ranks: Ranks
+    ) -> None:
+        """Compare what was delivered with the objects that may have changed it, and refer to the result.
+
+        Other objects have it in their memory now. Reading them would take as long as a part of the load.
+        """
+        adapters = {each.name: each for each in fitted.opened.adapters if not isinstance(each, PositionAdapter)}
+        own_code = {name for name, adapter in adapters.items() if _transforms(adapter, fitted)}
+        is_known = all(adapters[name].kind != "stateful" or _is_known(adapters[name]) for name in own_code)
+        live = Live.of(state, ranks, own_code if is_known else adapters)
+        rest = Live({name: adapters[name] for name in adapters.keys() - live.adapters.keys()}, delivered)
         self.sizes |= delivered
         self._refer_to(live)
+        self._refer_to(rest)
+        self.compared.update(key for keys in rest.by_name(delivered).values() for key in keys)
         for name, keys in live.by_name(delivered).items():
             same, differing = _compared(delivered, live.marks, keys)
             # A value that was equal before the load does not show that the object has taken it.
@@ -147,9 +159,12 @@ class ResumeCheck:
             self._refer_to(live)
 
     def _refer_to(self, live: Live) -> None:
-        self.sizes = live.marks | self.sizes
-        own = {key: mark for key, mark in live.marks.items() if key not in live.settled}
-        self.reference = own | self.reference
+        for name, keys in live.by_name(live.marks).items():
+            settled = _settled(live.adapters[name], keys)
+            for key in keys:
+                self.sizes.setdefault(key, live.marks[key])
+                if key not in settled:
+                    self.reference.setdefault(key, live.marks[key])
 
     def compare(self, state: Mapping[str, Any], ranks: Ranks) -> None:
         """Compare the live objects with the reference. Collective if a module contains FSDP1."""
@@ -158,12 +173,12 @@ class ResumeCheck:
             same, differing = _compared(self.reference, live.marks, keys)
             self.compared.update(same)
             gone = [key for key in keys if key not in live.marks]
-            zeros = [key for key in differing if live.marks[key].is_zero()] + gone
+            zeros = {*gone, *(key for key in differing if live.marks[key].is_zero())}
             counters = [key for key in differing if key.rpartition(".")[2] in _COUNTERS]
             has_grown = [_number(live.marks[key]) > _number(self.reference[key]) for key in counters]
             if live.adapters[name].kind == "module":
                 self._differ(OVERWRITTEN, [key for key in differing if key not in zeros])
-                self._differ(REINITIALISED, zeros)
+                self._differ(REINITIALISED, [key for key in keys if key in zeros])
             elif counters and all(has_grown) and not gone:
                 self._differ(SHIFTED, differing)
             else:
@@ -244,10 +259,9 @@ class ResumeCheck:
         }
         unexpected = {cause: [key for key in keys if not self._is_expected(key)] for cause, keys in found.items()}
         lines = [f"{cause}: {some(keys)}" for cause, keys in unexpected.items() if keys]
-        failures = [f"{type(self.failure).__name__}: {first_line(self.failure)}"] if self.failure is not None else []
         marks = [self.sizes[key] for key in self.compared & self.sizes.keys()]
         sizes = sum(mark.hashed for mark in marks), sum(mark.nbytes for mark in marks)
-        return lines, failures, (len(self.compared), len(self.sizes), *sizes)
+        return lines, [self.failure] if self.failure else [], (len(self.compared), len(self.sizes), *sizes)
 
     def _is_expected(self, key: str) -> bool:
         return any(fnmatchcase(text, glob) for glob in self.expected for text in (key, key.rpartition(".")[2]))
@@ -259,17 +273,17 @@ class Live:
 
     adapters: dict[str, StateAdapter]
     marks: Marks
-    settled: set[str]  # keys of buffers and random streams
 
     @classmethod
-    def of(cls, state: Mapping[str, Any], ranks: Ranks) -> Live:
-        """Read the objects. Collective if a module contains FSDP1."""
-        adapters = adapters_of(state, stock_aliases=False, this_rank=RankAndSize(ranks.rank, ranks.size))
-        readable = {each.name: each for each in adapters if not isinstance(each, PositionAdapter)}
-        live = cls(readable, marks_of(gather_state([*readable.values()])[0]), set())
-        for name, keys in live.by_name(live.marks).items():
-            live.settled |= _settled(readable[name], keys)
-        return live
+    def of(cls, state: Mapping[str, Any], ranks: Ranks, names: Container[str] | None = None) -> Live:
+        """Read the objects, or those with these names. Collective if a module contains FSDP1."""
+        every = (
+            adapters_of(state, stock_aliases=False, this_rank=RankAndSize(ranks.rank, ranks.size))
+            if names != set()
+            else []
+        )
+        readable = [a for a in every if not isinstance(a, PositionAdapter) and (names is None or a.name in names)]
+        return cls({adapter.name: adapter for adapter in readable}, marks_of(gather_state(readable)[0]))
 
     def by_name(self, marks: Marks) -> dict[str, list[str]]:
         """Return the keys of each object that was read here."""
@@ -320,6 +334,11 @@ def _number(mark: Mark) -> float:
     return float(mark.digest) if is_number else 0.0
 
 
+def _is_known(adapter: StateAdapter) -> bool:
+    """Return whether the code of a ``Stateful`` object is known to change no other object: that of torch, and ours."""
+    return str(adapter.live.load_state_dict.__module__).startswith(("torch.", "dcp_plugin.", "functools"))
+
+
 def _compared(then: Marks, now: Marks, keys: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the keys whose marks are equal, and those whose marks differ. Marks of two kinds are neither."""
     pairs = [key for key in keys if key in now and then[key].kind == now[key].kind]
@@ -332,31 +351,31 @@ def marks_of(leaves: Mapping[str, Any]) -> Marks:
     marks: Marks = {}
     for key, leaf in leaves.items():
         if is_tensor(leaf):
-            leaf = Attempt.of(lambda leaf=leaf: sharded_value(leaf)).value  # type: ignore[misc]
+            leaf = Attempt.of(functools.partial(sharded_value, leaf)).value
         if isinstance(leaf, ShardedValue) and not leaf.stored_whole:
             marks[key] = _mark_of_tensor(leaf)
         elif is_plain(leaf):
             text = repr(leaf)
-            digest = text if len(text) <= 64 else xxh3_64_intdigest(text.encode())
+            digest = text if len(text) <= 64 else ((xxh3_64_intdigest(text.encode()), len(text)),)
             marks[key] = Mark(type(leaf), digest, len(text), len(text))
     return marks
 
 
 def _mark_of_tensor(value: ShardedValue) -> Mark:
-    tensors = [chunk.tensor.detach() for chunk in value.chunks if chunk.tensor.numel()]
-    kind = value.dtype, value.shape, tuple((chunk.offsets, chunk.sizes) for chunk in value.chunks)
-    nbytes = sum(tensor.nbytes for tensor in tensors)
-    if value.shape == () and tensors and tensors[0].is_cpu:
-        return Mark(kind, repr(tensors[0].item()), nbytes, nbytes)
-    digest = tuple(map(_digest, tensors))
-    return Mark(kind, digest, nbytes, sum(size for _, size in digest))
+    chunks = [chunk for chunk in value.chunks if chunk.tensor.numel()]
+    kind = value.dtype, value.shape, tuple([chunk[:2] for chunk in chunks])
+    nbytes = sum([chunk.tensor.nbytes for chunk in chunks])
+    if value.shape == () and chunks and chunks[0].tensor.is_cpu:
+        return Mark(kind, repr(chunks[0].tensor.item()), nbytes, nbytes)
+    digest = tuple([_digest(chunk.tensor) for chunk in chunks])
+    return Mark(kind, digest, nbytes, sum([size for _, size in digest]))
 
 
 def _digest(tensor: torch.Tensor) -> tuple[int, int]:
     """Return a hash of the tensor's bytes, or of a sample, and the bytes hashed. Only the hash leaves
     a device."""
-    tensor = tensor.resolve_conj().resolve_neg()
-    if not tensor.is_contiguous():  # dense memory in another order is read as it is
+    if not is_plain_memory(tensor):  # dense memory in another order is read as it is
+        tensor = tensor.detach().resolve_conj().resolve_neg()
         order = sorted(range(tensor.ndim), key=lambda dim: (-tensor.stride(dim), dim))
         tensor = tensor.permute(order).contiguous()
     step = (tensor.nbytes - _PIECE) // (_PIECES - 1) if tensor.nbytes > _PIECE * _PIECES else 0
@@ -379,7 +398,7 @@ latest: ResumeCheck | None = None
 
 def verify_resume(
     state: Mapping[str, Any], *, expect_changed: Sequence[str] = (), on_difference: Literal["auto", "error"] = "auto"
-) -> LoadReport:
+) -> LoadReport | None:
     """Compare ``state`` with what the last resume of this process has loaded. Collective.
 
     Call this function before the loop, after everything that prepares the training. A resume compares at its own end.
@@ -390,12 +409,12 @@ def verify_resume(
         on_difference: ``"auto"`` warns, ``"error"`` raises.
 
     Returns:
-        The report of the resume. Its ``exact`` is True, False, or None if nothing could be compared.
+        The report of the resume. Its ``exact`` is True, False, or None if nothing could be compared. None if this
+        process has resumed nothing, or with ``verify_resume=False``.
 
     Raises:
         CheckpointMismatch: With ``"error"``, the state differs on a rank; raised on every rank. The message names keys
             and causes.
-        CheckpointError: This process has resumed nothing, or with ``verify_resume=False``.
 
     Example:
         >>> import dcp_plugin, torch
@@ -410,10 +429,7 @@ def verify_resume(
         True
     """
     if latest is None or latest.report is None:
-        raise CheckpointError(
-            "verify_resume compares with the last resume of this process, and there was none: call resume_or_init, "
-            "with verify_resume other than False, first."
-        )
+        return None
     check = replace(
         latest,
         mode=on_difference,

@@ -122,6 +122,9 @@ class DCPTrainerMixin(Trainer):
     expect_changed: Sequence[str] = ()
     """Globs of keys, or of their last segments, that the program changes before that, such as ``"lr"``."""
 
+    resume_report: LoadReport | None = None
+    """The report of the last resume, with ``exact`` as soon as the training has begun."""
+
     strict_resume = False
     """Whether keys that only the model or only the checkpoint has fail a resume. By default a warning names them, and
     the rest is loaded, as in the Trainer."""
@@ -251,8 +254,8 @@ class TrainerAdapter(BaseAttachment):
         self.streams: SavedStreams | None = None  # of the loaded checkpoint, until the training continues them
         self.scratch: str | None = None  # directory in which the Trainer's checkpoint-N leads into the one being made
         self._at_end = ExitStack()
-        """Owner of a comparison that has not begun, and of the local copy of the files in an object store from which the
-        Trainer reads its position."""
+        """Owner of a comparison that has not begun, and of the local copy of the files in an object store from which
+        the Trainer reads its position."""
         self._failure: Exception | None = None
         self._unpushed: RunningSave | None = None
         self._has_named_writers = False
@@ -481,7 +484,7 @@ class TrainerAdapter(BaseAttachment):
             self._warn_of_differences(self.found, streams)
 
     def _note(self, report: LoadReport) -> None:
-        self.last_load = report
+        self.last_load = self._trainer.resume_report = report
 
     def continue_streams(self) -> None:
         """Set this rank's random generators, when the loop has reached the point of the checkpoint."""

@@ -108,6 +108,7 @@ CONFIG = "from dcp_plugin import CheckpointConfig, Keeper"
 BEFORE = {  # a script that works without us, or what an earlier section has made
     "Quickstart": LOADER,
     "Random numbers and data": LOADER,
+    "Is the resume exact?": "",
     "Lightning: one argument": TRAINER,
     "Load a model without a Trainer": TRAINED,
     "Back to stock Lightning": TRAINED,
@@ -145,6 +146,7 @@ os.environ.update(MLFLOW_DISABLE_TELEMETRY="true", MLFLOW_ALLOW_FILE_STORE="true
 """,
 }
 AFTER = {  # what holds when the same code has run a second time; True if it has not failed
+    "Is the resume exact?": "start.report.exact",
     "Quickstart": "state['step'] == 300 and dcp.inspect('run/step-300').step == 300",
     "Lightning: one argument": "trainer.ckpt_path is not None and trainer.current_epoch == 2",
     "Load a model without a Trainer": "trained.hparams.scale == 2.0",
