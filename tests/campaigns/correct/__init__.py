@@ -1,0 +1,1 @@
+"""Trainings that resume exactly, and do on the way what could be taken for a bug."""
