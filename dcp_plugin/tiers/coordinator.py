@@ -394,10 +394,11 @@ class Coordinator:
         index = self._index(save, sizes)
         index.extra_files = {name: comparison for part in parts for name, comparison in part.attached.items()}
         extra_files = {name.partition("/")[0] for name in index.extra_files}
-        files, summary = compose(
+        composed, summary = compose(
             save.path, StorageMeta(str(save.path), head.save_id), index, self._facts(save), extra_files, recorded
         )
         all_sizes = sizes | {name: size for part in parts for name, size in part.attached_sizes.items()}
+        files = {name: bytes(data) for name, data in composed.items()}
         all_sizes |= {name: len(data) for name, data in files.items()}
         record = save.record = Record(
             path=str(path_of(save.path)),

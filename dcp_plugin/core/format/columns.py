@@ -154,21 +154,22 @@ class KeyColumns:
         boxes = self.columns["box"][begin:end].reshape(last - first, 2, self.columns["ndim"][slot])
         return boxes[:, 0], boxes[:, 1]
 
-    def by_ndim(self) -> Iterator[tuple[Column, Column, Column]]:
-        """Yield all keys in groups with equally many dimensions, fewest dimensions first.
+    def stretches(self) -> list[Column]:
+        """Return all keys in stretches, each with about :data:`ROWS_IN_CACHE` chunks."""
+        return in_cache(np.arange(len(self.keys)), np.diff(self.chunk_starts))
+
+    def by_ndim(self, stretch: Column) -> Iterator[tuple[Column, Column, Column]]:
+        """Yield the keys of a stretch in groups with equally many dimensions, fewest dimensions first.
 
         A group is three arrays: the numbers of its keys, the numbers of all their chunks, and the boxes of these
-        chunks. The boxes have three axes: the chunk, offsets or sizes, and the dimension. A number of dimensions may
-        have several groups, each of about :data:`ROWS_IN_CACHE` chunks.
+        chunks. The boxes have three axes: the chunk, offsets or sizes, and the dimension.
         """
-        counts_of = np.diff(self.chunk_starts)
         # The column ``box`` is flat, since boxes differ in width. With equally many dimensions they form a rectangle.
-        for ndim in np.flatnonzero(np.bincount(self.columns["ndim"])).tolist():  # np.unique imports numpy.ma
-            alike = np.flatnonzero(self.columns["ndim"] == ndim)
-            for slots in in_cache(alike, counts_of[alike]):
-                counts = counts_of[slots]
-                boxes = self.columns["box"][ranges(self.box_starts[slots], 2 * ndim * counts)]
-                yield slots, ranges(self.chunk_starts[slots], counts), boxes.reshape(int(counts.sum()), 2, ndim)
+        for ndim in np.flatnonzero(np.bincount(self.columns["ndim"][stretch])).tolist():  # np.unique imports numpy.ma
+            slots = stretch[self.columns["ndim"][stretch] == ndim]
+            counts = self.chunk_starts[slots + 1] - self.chunk_starts[slots]
+            boxes = self.columns["box"][ranges(self.box_starts[slots], 2 * ndim * counts)]
+            yield slots, ranges(self.chunk_starts[slots], counts), boxes.reshape(int(counts.sum()), 2, ndim)
 
 
 def default_path(key: str) -> KeyPath:

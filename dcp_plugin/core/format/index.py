@@ -14,6 +14,7 @@ import functools
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -361,7 +362,7 @@ def _check_boxes(table: KeyColumns, place: Column, checkpoint: str) -> None:
         raise CheckpointCorrupt(f"{checkpoint}: {table.keys[slot]} is a value with {counts[slot]} items instead of 1")
     if (no_tensor & (table.columns["ndim"] > 0)).any():
         raise CheckpointCorrupt(f"{checkpoint}: a value has dimensions")
-    for slots, chunks, boxes in table.by_ndim():
+    for slots, chunks, boxes in chain.from_iterable(map(table.by_ndim, table.stretches())):
         of = np.repeat(np.arange(len(slots)), counts[slots])
         ndim = boxes.shape[2]
         shape = table.columns["shape"][table.shape_starts[slots][:, None] + np.arange(ndim)]

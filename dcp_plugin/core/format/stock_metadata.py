@@ -274,7 +274,7 @@ def _found(table: KeyColumns, items: list[Any]) -> Column:
         return numbers
 
     chunks_of = np.diff(table.chunk_starts)
-    for wanted_slots, chunks, boxes in table.by_ndim():
+    for wanted_slots, chunks, boxes in chain.from_iterable(map(table.by_ndim, table.stretches())):
         numbers, owners = numbers_of(boxes.shape[2]), np.repeat(wanted_slots, chunks_of[wanted_slots])
         order[chunks] = [numbers[row] for row in _rows(owners, boxes[:, 0])]
     return order
