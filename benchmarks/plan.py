@@ -288,7 +288,7 @@ def _ours(mesh: str, ranks: int, tensors: int, directory: Path, most_threads: in
     figures.largest_share, figures.boxes = written.max() / written.mean(), len(global_plan.rank)
 
     def commit() -> bytes:
-        places = Places.joined([pickle.loads(result) for result in results]).take(in_table_order(global_plan))
+        places = Places.merged([pickle.loads(result) for result in results], in_table_order(global_plan))
         index = CheckpointIndex.of(global_plan.table, places, dict.fromkeys(places.files, 1 << 50))
         with open(directory / "metadata", "wb") as file:
             file.writelines(pieces(index, StorageMeta()))

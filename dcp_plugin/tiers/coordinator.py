@@ -431,7 +431,7 @@ class Coordinator:
     def _index(self, save: Save, sizes: dict[str, int]) -> CheckpointIndex:
         head = save.head
         written = [save.parts[rank].written for rank in sorted(save.parts)]
-        places = Places.joined([part.places for part in written]).take(head.order)
+        places = Places.merged([part.places for part in written], head.order)
         index = CheckpointIndex.of(head.table, places, sizes)
         index.left_out, index.rounded = dict(head.left_out), dict(head.rounded)
         index.empty = [key for key in head.empty if key in index]

@@ -106,7 +106,7 @@ def _state(table: KeyColumns, memo: _Memo, keys: Column) -> Iterator[bytes | mem
             offsets, sizes = memo.sizes(boxes[:, 0]), memo.sizes(boxes[:, 1])
             records = _rows(len(chunks), memo.instance(ChunkStorageMetadata, offsets=offsets, sizes=sizes))
             # The chunk lists of all keys of a group are slices of one buffer: a million keys copy no bytes here.
-            counts = np.diff(table.chunk_starts)[slots]
+            counts = table.chunk_starts[slots + 1] - table.chunk_starts[slots]
             listed, ends = records.reshape(-1).data, (np.cumsum(counts) * records.shape[1]).tolist()
             key_of = keys[slots].tobytes()
             for number, (slot, start, end) in enumerate(zip(slots.tolist(), [0, *ends], ends, strict=False)):
@@ -125,11 +125,11 @@ def _storage(index: CheckpointIndex, memo: _Memo, keys: Column, files: Column) -
     table = index.table
     is_value = table.columns["dtype"] == NO_TENSOR
     for slots, chunks, boxes in itertools.chain.from_iterable(map(table.by_ndim, table.stretches())):
-        counts = np.diff(table.chunk_starts)[slots]
+        counts, (row, file) = table.chunk_starts[slots + 1] - table.chunk_starts[slots], index.places.rows_of(chunks)
         place: dict[str, _Fields] = {
-            "relative_path": [files[index.columns["file"][chunks]]],
-            "offset": [index.columns["place"][chunks, 0]],
-            "length": [index.columns["place"][chunks, 1]],
+            "relative_path": [files[file]],
+            "offset": [index.columns["place"][row, 0]],
+            "length": [index.columns["place"][row, 1]],
         }
         key, offsets = np.repeat(keys[slots], counts), memo.sizes(boxes[:, 0])
         info = memo.instance(StorageInfo, **place)

@@ -171,7 +171,8 @@ def _checked(record: Any, nbytes: int) -> StockMetadata:
     if (of_box != np.repeat(ndim[of_chunk[is_tensor[of_chunk]]], 2)).any():
         raise ValueError("a chunk and its tensor differ in their dimensions")
     columns: dict[str, Column] = {
-        "dtype": dtype, "ndim": ndim.astype(np.uint8), "shape": shape, "chunk_ends": np.cumsum(counts), "box": box,
+        "dtype": dtype, "ndim": ndim.astype(np.uint8), "shape": shape, "box_ends": np.cumsum(counts),
+        "box_count": np.ones(counts.sum(), np.int32), "box": box,
     }  # fmt: skip
     paths, planner_data = _planner_data(attributes.get("planner_data"), keys, nbytes)
     table = KeyColumns(keys, dtype_names, paths, columns)

@@ -90,7 +90,7 @@ class ReadPlanner:
         slots = np.array([index.slots[name] for name in names], np.int64)
         table = index.table
         rows = table.chunk_starts[slots]
-        place = index.columns["place"][rows]
+        place = index.columns["place"][index.places.rows_of(rows)[0]]
         alone = (table.chunk_starts[slots + 1] - rows == 1) & (place[:, 2] >= 0) & (place[:, 3] <= LARGEST_CHUNK)
         candidates = zip(alone.tolist(), rows.tolist(), place[:, 3].tolist(), table.shapes_of(slots), strict=True)
         dtypes = [*table.torch_dtypes, *[None] * (NO_TENSOR + 1 - len(table.dtypes))]
@@ -115,7 +115,7 @@ class ReadPlanner:
         if number is None:
             return None
         row = index.rows_of(name)[number]
-        _, _, start, length = index.columns["place"][row].tolist()
+        _, _, start, length = index.columns["place"][index.places.rows_of(row)[0]].tolist()
         fits = start >= 0 and length <= LARGEST_CHUNK and _can_hold(target, length)
         corner = (0,) * len(chunk.sizes)
         return BoxRead(name, row, chunk.tensor, corner, chunk.sizes, chunk.sizes == target.shape) if fits else None

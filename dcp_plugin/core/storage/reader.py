@@ -238,8 +238,8 @@ class CheckpointReader:
         rows = [read.number for read in itertools.chain(plan.boxes, plan.chunks)]
         for key in itertools.chain(plan.values.values(), keys):
             rows += self.index.rows_of(key)
-        numbers = self.index.columns["file"][rows] if rows else ()
-        return {self.index.file_names[number] for number in set(map(int, numbers))}
+        _, numbers = self.index.places.rows_of(rows)
+        return {self.index.file_names[number] for number in set(numbers.tolist())}
 
     def _box(self, read: BoxRead) -> _Box:
         entry = self.index[read.key]

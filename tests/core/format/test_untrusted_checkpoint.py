@@ -129,11 +129,11 @@ def _drop(column: str) -> Callable[[Columns, dict[str, str]], None]:
 
 def _overlap(columns: Columns, about: dict[str, str]) -> None:
     """The tensor in two chunks, the second of which covers the first once more."""
-    for name, rows in (("place", [[0, 8, 0, 16]] * 2), ("file", [0, 0]), ("frame", [0, 0])):
-        columns[name] = np.array([*rows, *columns[name][1:].tolist()], columns[name].dtype)
+    for name in ("file_step", "item_count", "box_count", "file", "frame"):
+        columns[name] = np.concatenate((columns[name][:1], columns[name]))
+    columns["place"] = np.array([*[[0, 16, 0, 16]] * 2, *columns["place"][1:].tolist()])
     columns["box"] = np.array([0, 2, 0, 2, *columns["box"][2:].tolist()])
-    columns["chunk_ends"] = columns["chunk_ends"] + 1
-    columns["place"][:2, 1] = 16
+    columns["box_ends"] = columns["box_ends"] + 1
 
 
 FORGERIES = {
@@ -155,8 +155,8 @@ FORGERIES = {
     "huge key table": (_set("key_ends", 0, 1 << 40), "does not count up"),
     "columns of different length": (_drop("ndim"), "differ in length"),
     "fewer hashes than blocks": (_drop("hash"), "another number of blocks"),
-    "a future format": (_about("format_version", "3", "9"), "Upgrade"),
-    "a former format": (_about("format_version", "3", "1"), "Stock's torch.distributed.checkpoint.load"),
+    "a future format": (_about("format_version", "4", "9"), "Upgrade"),
+    "a former format": (_about("format_version", "4", "3"), "Stock's torch.distributed.checkpoint.load"),
     "path that is no path": (lambda columns, about: about.update(paths='{"a": [{"x": 1}]}'), "key path"),
     "no metadata": (lambda columns, about: about.clear(), "format"),
     "missing column": (lambda columns, about: columns.pop("box"), "damaged"),
