@@ -136,6 +136,16 @@ def _overlap(columns: Columns, about: dict[str, str]) -> None:
     columns["box_ends"] = columns["box_ends"] + 1
 
 
+def _repeat(row: int, count: int, file_step: int = 0) -> Callable[[Columns, dict[str, str]], None]:
+    """A row that stands for ``count`` chunks."""
+
+    def change(columns: Columns, about: dict[str, str]) -> None:
+        columns["box_count"][row] = columns["item_count"][row] = count
+        columns["file_step"][row] = file_step
+
+    return change
+
+
 FORGERIES = {
     "leaves the directory": (_about("files", "__0_0", "../__0_0"), "is outside the checkpoint"),
     "absolute path": (_about("files", "__0_0", "/etc/__0_0"), "is outside the checkpoint"),
@@ -154,6 +164,13 @@ FORGERIES = {
     "file number out of range": (_set("file", 0, 7), "does not list"),
     "huge key table": (_set("key_ends", 0, 1 << 40), "does not count up"),
     "columns of different length": (_drop("ndim"), "differ in length"),
+    "more boxes than cells": (_repeat(0, 2), "some are missing, or chunks overlap"),
+    "more boxes than items": (_set("box_count", 0, 2), "another number of boxes than of items"),
+    "a row without boxes": (_repeat(0, 0), "another number of boxes than of items"),
+    "a billion chunks": (_repeat(0, 1 << 30), "more items than hashes"),
+    "items in files beyond the last": (_repeat(0, 2, file_step=1), "does not list"),
+    "items in files before the first": (_repeat(0, 2, file_step=-1), "does not list"),
+    "no hashes": (lambda columns, about: columns.update(hash=columns["hash"][:0]), "another number of blocks"),
     "fewer hashes than blocks": (_drop("hash"), "another number of blocks"),
     "a future format": (_about("format_version", "4", "9"), "Upgrade"),
     "a former format": (_about("format_version", "4", "3"), "Stock's torch.distributed.checkpoint.load"),
