@@ -324,6 +324,7 @@ class Places:
         owner = np.repeat(np.arange(len(parts), dtype=np.int32), sizes[:, 0])
         in_part = np.concatenate([kind.block_starts[:-1] for kind in kinds.values()])
         blocks, hashes = np.diff(rows.block_starts), np.concatenate([part.hash for part in parts])
+        alike = np.column_stack((rows.place, rows.frame))
 
         def look_up(items: Column) -> tuple[Column, Column, Column]:
             """Return the part, the row and the file of each item."""
@@ -335,8 +336,7 @@ class Places:
         for start in range(0, len(order), ROWS_IN_CACHE):
             before = min(start, 2)  # an item continues a row if it is like the two before it
             part, row, file = look_up(order[start - before : start + ROWS_IN_CACHE])
-            alike = np.column_stack((rows.place.take(row, axis=0), rows.frame[row]))
-            begins.append(start + np.flatnonzero(_begins(file, alike)[before:]))
+            begins.append(start + np.flatnonzero(_begins(file, row, alike)[before:]))
             first = (first_hash[part] + in_part[row])[before:]
             of_items.append(hashes[ranges(first, blocks[row[before:]])])
         begin = np.concatenate(begins)
@@ -431,11 +431,13 @@ def _unpacked(packed: bytes) -> tuple[Column, Column, Column]:
     return file.astype(np.int32), np.stack(place, axis=1), frame.astype(np.uint32)
 
 
-def _begins(file: Column, alike: Column) -> Column:
-    """Return a mask of the items that begin a row: they have not the place and frame of the item before them, or are
-    not as many files behind it as that one is behind its predecessor."""
+def _begins(file: Column, row: Column, alike: Column) -> Column:
+    """Return a mask of the items that begin a row: they have not the place and frame (``alike``, by row) of the item
+    before them, or are not as many files behind it as that one is behind its predecessor."""
     step = np.diff(file)
-    continues = in_all(alike[1:] == alike[:-1]) & (step > 0)
+    differs = np.flatnonzero((np.diff(row) != 0) & (step > 0))
+    continues = step > 0
+    continues[differs] = in_all(alike[row[differs + 1]] == alike[row[differs]])
     begins = np.concatenate(([True], ~continues))
     begins[2:] |= continues[:-1] & (step[1:] != step[:-1])
     return begins

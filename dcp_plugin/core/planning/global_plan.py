@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import pickle
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -58,14 +59,15 @@ class Share:
     """Factor of each of these chunks (:func:`~dcp_plugin.core.planning.replicas.weights_of`)."""
 
     def encode(self) -> bytes:
-        # A rank mostly writes consecutive chunks, so the differences are mostly 1 and compress to almost nothing.
-        return pack(
-            (_steps(self.chunk), self.part, self.offsets, self.sizes, _steps(self.replica), self.weight), level=6
-        )
+        # A rank mostly writes consecutive chunks, so the differences are mostly 1 and compress to almost nothing. The
+        # ranks of a mesh mostly get the same share, which is compressed once.
+        columns = self.part, self.offsets, self.sizes, self.weight
+        return _packed(_steps(self.chunk), _steps(self.replica), pickle.dumps(columns))
 
     @classmethod
     def decode(cls, data: bytes) -> Share:
-        steps, part, offsets, sizes, replica, weight = unpack(data)
+        steps, replica, columns = unpack(data)
+        part, offsets, sizes, weight = pickle.loads(columns)
         return cls(_from_steps(steps), part, offsets, sizes, _from_steps(replica), weight)
 
     def boxes(self, inventory: LocalInventory) -> tuple[Column, Column]:
@@ -122,7 +124,7 @@ def make_global_plan(inventories: Sequence[LocalInventory]) -> GlobalPlan:
     """
     keys = _Keys(inventories)
     # The rows of a few keys at a time: those of all keys, 10^7 of them, would take the memory of the rest of a save.
-    plans = [_plan_keys(inventories, keys, group) for group in keys.groups(inventories)]
+    plans = [_plan_keys(keys, group) for group in keys.groups()]
     boxes, held, of_several = (_Rows.joined([rows[at] for *rows, _ in plans]) for at in range(3))
     is_shared = np.concatenate([mask for *_, mask in plans])
     del plans
@@ -161,13 +163,13 @@ def make_global_plan(inventories: Sequence[LocalInventory]) -> GlobalPlan:
     return GlobalPlan(table, rank, chunk, uncut, offsets, sizes, keys.empty, keys.objects, replicas)
 
 
-def _plan_keys(inventories: Sequence[LocalInventory], keys: _Keys, group: slice) -> tuple[_Rows, _Rows, _Rows, Column]:
+def _plan_keys(keys: _Keys, group: slice) -> tuple[_Rows, _Rows, _Rows, Column]:
     """Return the boxes of some keys, the rows of shared boxes that may write, the rows of boxes on several ranks, and a
     mask of the shared boxes.
 
     A box is shared if several ranks may write it, or if it is too large for one item.
     """
-    rows = _Rows.of(inventories, keys, group)
+    rows = _Rows.of(keys, group)
     rows.check(keys, group)
     holders = _lengths(rows.new)
     of_several = rows.take(np.repeat(holders > 1, holders))
@@ -192,26 +194,31 @@ class _Keys:
         """Ranks by digest of their description; digests in the order of their lowest rank."""
         for rank, inventory in enumerate(inventories):
             self.ranks.setdefault(inventory.description.digest, []).append(rank)
-        self._described = [inventories[ranks[0]].description for ranks in self.ranks.values()]
+        self.described = [inventories[ranks[0]].description for ranks in self.ranks.values()]
         self.numbers: dict[str, int] = {}
         self._dtypes: dict[object, int] = {}
         self._paths: dict[str, KeyPath] = {}
-        self.width = max(description.shape.shape[1] for description in self._described)
-        self.number_in = [self._add(description) for description in self._described]
+        self.width = max(description.shape.shape[1] for description in self.described)
+        self.number_in = [self._add(description) for description in self.described]
+        self.offsets = [
+            np.stack([_widened(inventories[rank].offsets, self.width, 0) for rank in ranks])
+            for ranks in self.ranks.values()
+        ]
+        """Offsets of all chunks of the ranks of each description."""
         count = len(self.numbers)
         self.standing = self._best_standing(count)
         self.dtype, self.ndim = np.zeros(count, np.uint8), np.zeros(count, np.uint8)
         self.shape = np.ones((count, self.width), np.int64)
         stored_whole = np.zeros(count, bool)
         # In reverse: the lowest rank is the last to set a dtype and a shape, so that it decides.
-        reversed_descriptions = list(zip(reversed(self._described), reversed(self.number_in), strict=True))
+        reversed_descriptions = list(zip(reversed(self.described), reversed(self.number_in), strict=True))
         for description, numbers in reversed_descriptions:
             stored_whole[numbers[description.stored_whole]] = True
             self._take(description, numbers, np.full(len(numbers), True))
         # A rank that has a part of a tensor overrides ranks without one, whose shape and dtype may be placeholders.
         for description, numbers in reversed_descriptions:
             self._take(description, numbers, self._counts(description, numbers))
-        for description, numbers, ranks in zip(self._described, self.number_in, self.ranks.values(), strict=True):
+        for description, numbers, ranks in zip(self.described, self.number_in, self.ranks.values(), strict=True):
             self._check(description, numbers, ranks[0])
         sizes = np.zeros(NO_TENSOR + 1, np.int64)
         sizes[: len(self._dtypes)] = [dtype.itemsize for dtype in self._dtypes]  # type: ignore[attr-defined]
@@ -220,12 +227,11 @@ class _Keys:
         self.objects = self._objects()
         self._rows, self._writers, self._ties = np.zeros(count, np.int64), np.zeros(count, np.int64), dict[int, int]()
 
-    def groups(self, inventories: Sequence[LocalInventory]) -> list[slice]:
+    def groups(self) -> list[slice]:
         """Return the numbers of the keys in groups, each with about :data:`_ROWS` rows."""
         rows = np.zeros(len(self.numbers), np.int64)
-        for ranks, numbers in zip(self.ranks.values(), self.number_in, strict=True):
-            key = inventories[ranks[0]].description.key
-            rows += len(ranks) * np.bincount(numbers[key], minlength=len(rows))
+        for ranks, description, numbers in zip(self.ranks.values(), self.described, self.number_in, strict=True):
+            rows += len(ranks) * np.bincount(numbers[description.key], minlength=len(rows))
         groups = in_cache(np.arange(len(rows)), rows, _ROWS)
         return [slice(int(group[0]), int(group[-1]) + 1) for group in groups] or [slice(0, 0)]
 
@@ -256,15 +262,15 @@ class _Keys:
         It is :data:`_HIDDEN` for an empty entry if other ranks have keys below it.
         """
         standing = np.full(count, _HIDDEN, np.uint8)
-        for description, numbers in zip(self._described, self.number_in, strict=True):
+        for description, numbers in zip(self.described, self.number_in, strict=True):
             of_parts = np.where(_has_chunks(description), description.standing, _PARTLESS)
             standing[numbers] = np.minimum(standing[numbers], of_parts)
         standing[standing == _PARTLESS] = Standing.HOLDS  # a misfit, which the check of boxes reports
-        if len(self._described) > 1:  # on one rank, no key is below another
+        if len(self.described) > 1:  # on one rank, no key is below another
             held_by = sum(np.bincount(numbers, minlength=count) for numbers in self.number_in)
-            doubtful = (standing >= Standing.EMPTY) & (held_by < len(self._described))
+            doubtful = (standing >= Standing.EMPTY) & (held_by < len(self.described))
             keys = [key for key, number in self.numbers.items() if doubtful[number]]
-            per_rank = {name for description in self._described for name in description.per_rank}
+            per_rank = {name for description in self.described for name in description.per_rank}
             standing[[self.numbers[key] for key in above_others(keys, self.numbers, per_rank)]] = _HIDDEN
         return standing
 
@@ -278,7 +284,7 @@ class _Keys:
 
     def _objects(self) -> dict[str, tuple[str, str]]:
         objects: dict[str, tuple[str, list[str]]] = {}
-        for description in self._described:
+        for description in self.described:
             for name, (kind, kind_of_optimizer) in description.objects.items():
                 classes = objects.setdefault(name, (kind, []))[1]
                 if kind_of_optimizer and kind_of_optimizer not in classes:
@@ -358,11 +364,11 @@ class _Rows:
         return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
     @classmethod
-    def of(cls, inventories: Sequence[LocalInventory], keys: _Keys, group: slice) -> _Rows:
+    def of(cls, keys: _Keys, group: slice) -> _Rows:
         """Return the rows of a group of keys."""
         columns: list[list[Column]] = []
-        for ranks, numbers in zip(keys.ranks.values(), keys.number_in, strict=True):
-            description = inventories[ranks[0]].description
+        of_descriptions = zip(keys.ranks.values(), keys.described, keys.number_in, keys.offsets, strict=True)
+        for ranks, description, numbers, offsets_of_ranks in of_descriptions:
             numbers = numbers.astype(np.int32)
             # A tie of -1 (no tie) selects the -1 that is appended at the end.
             tie = np.append(numbers, np.int32(-1))[description.tie]
@@ -373,7 +379,7 @@ class _Rows:
             described = (_widened(description.sizes, keys.width, 1)[chunk], numbers[key], chunk, *of_key)
             repeated = [np.repeat(column, len(ranks), axis=0) for column in described]
             # Chunk by chunk, not rank by rank: this is the sorted order if all ranks hold the same keys in one order.
-            offsets = np.stack([_widened(inventories[rank].offsets, keys.width, 0)[chunk] for rank in ranks], axis=1)
+            offsets = offsets_of_ranks.take(chunk, axis=1).transpose(1, 0, 2)
             of_rank = np.tile(np.array(ranks, np.int32), len(chunk))
             columns.append([of_rank, offsets.reshape(len(of_rank), keys.width), *repeated])
         joined = columns[0] if len(columns) == 1 else map(np.concatenate, zip(*columns, strict=True))
@@ -466,6 +472,11 @@ def _has_below(front: str, ordered: list[str], is_per_rank: bool) -> bool:
             return True
         at += 1
     return False
+
+
+@functools.lru_cache(maxsize=64)
+def _packed(*pieces: bytes) -> bytes:
+    return pack(pieces, level=6)
 
 
 def _steps(numbers: Column) -> bytes:
