@@ -165,8 +165,19 @@ class KeyColumns:
         """Return the offsets and the sizes of the chunks of a key, one row per chunk."""
         begin, end = self.box_starts[slot : slot + 2].tolist()
         counts = self.columns["box_count"][slice(*self.row_starts[slot : slot + 2])]
-        boxes = _boxes_of_key(self.shape_of(slot), self.columns["box"][begin:end].tobytes(), counts.tobytes())
+        shape, rows = self.shape_of(slot), self.columns["box"][begin:end]
+        # A load asks for every key, and most keys of one shape have the same boxes.
+        layout = (shape, rows.tobytes(), counts.tobytes()) if counts.max(initial=1) > 1 else ()
+        if (boxes := self._boxes_of_layout.get(layout)) is None:
+            shapes = np.array([shape], np.int64).repeat(len(counts), axis=0)
+            boxes = in_grid(rows.reshape(len(counts), 2, len(shape)), counts, shapes)
+            if layout:
+                self._boxes_of_layout[layout] = boxes
         return boxes[:, 0], boxes[:, 1]
+
+    @functools.cached_property
+    def _boxes_of_layout(self) -> dict[tuple[Any, ...], Column]:
+        return {}
 
     @property
     def by_chunk(self) -> KeyColumns:
@@ -396,21 +407,23 @@ class Places:
         rows = np.flatnonzero(has)
         return self.starts[rows] + number[rows], rows
 
-    def hashes_of(self, items: Column | int) -> tuple[Column, Column]:
+    def hashes_of(self, items: Column) -> tuple[Column, Column]:
         """Return the position of each item's hashes, and their number."""
         row, _ = self.rows_of(items)
         return self.block_starts[row] + self._blocks[row] * (items - self.starts[row]), self._blocks[row]
 
     def location(self, number: int) -> Location:
         """Return the location of an item."""
-        row, file = self.rows_of(number)
+        # Of one item, Python's integers: numpy's would take four times as long, and a load asks for each value.
+        row = int(self.starts.searchsorted(number, "right")) - 1
         offset, length, start, payload_length = self.place[row].tolist()
-        first, count = self.hashes_of(number)
-        hashes = self.hash[first : first + count]
+        at, blocks = number - int(self.starts[row]), int(self._blocks[row])
+        first = int(self.block_starts[row]) + at * blocks
+        hashes = self.hash[first : first + blocks]
         # An item without blocks has no hashes. An empty payload of known layout is the exception: it lacks none.
         has_hashes = len(hashes) > 0 or (payload_length == 0 and start >= 0)
         return Location(
-            self.files[int(file)],
+            self.files[int(self.file[row]) + at * int(self.file_step[row])],
             offset,
             length,
             start if start >= 0 else None,
@@ -486,14 +499,6 @@ def grid_begins(key: Column, offsets: Column, sizes: Column, shapes: Column) -> 
         continues &= (np.diff(key[some]) == 0) & ~carry[:-1]
         begins.append(start + np.flatnonzero(np.concatenate(([True], ~continues))[before:]))
     return np.concatenate(begins)
-
-
-@functools.lru_cache(maxsize=64)
-def _boxes_of_key(shape: tuple[int, ...], rows: bytes, counts: bytes) -> Column:
-    """Return all boxes of a key. A load asks for each key, and keys of one shape mostly have the same boxes."""
-    box_counts = np.frombuffer(counts, np.int32)
-    boxes = np.frombuffer(rows, np.int64).reshape(len(box_counts), 2, len(shape))
-    return in_grid(boxes, box_counts, np.array([shape], np.int64).repeat(len(boxes), axis=0))
 
 
 def starts_of(counts: Any) -> Column:
