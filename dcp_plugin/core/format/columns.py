@@ -164,15 +164,16 @@ class KeyColumns:
     def boxes_of(self, slot: int) -> tuple[Column, Column]:
         """Return the offsets and the sizes of the chunks of a key, one row per chunk."""
         begin, end = self.box_starts[slot : slot + 2].tolist()
-        counts = self.columns["box_count"][slice(*self.row_starts[slot : slot + 2])]
-        shape, rows = self.shape_of(slot), self.columns["box"][begin:end]
-        # A load asks for every key, and most keys of one shape have the same boxes.
-        layout = (shape, rows.tobytes(), counts.tobytes()) if counts.max(initial=1) > 1 else ()
-        if (boxes := self._boxes_of_layout.get(layout)) is None:
-            shapes = np.array([shape], np.int64).repeat(len(counts), axis=0)
-            boxes = in_grid(rows.reshape(len(counts), 2, len(shape)), counts, shapes)
-            if layout:
-                self._boxes_of_layout[layout] = boxes
+        first, last = self.row_starts[slot : slot + 2].tolist()
+        shape, counts = self.shape_of(slot), self.columns["box_count"][first:last]
+        boxes = self.columns["box"][begin:end].reshape(last - first, 2, len(shape))
+        if counts.max(initial=1) > 1:
+            # A load asks for every key, and most keys of one shape have the same boxes.
+            layout = shape, boxes.tobytes(), counts.tobytes()
+            if layout not in self._boxes_of_layout:
+                shapes = np.array([shape], np.int64).repeat(len(counts), axis=0)
+                self._boxes_of_layout[layout] = in_grid(boxes, counts, shapes)
+            boxes = self._boxes_of_layout[layout]
         return boxes[:, 0], boxes[:, 1]
 
     @functools.cached_property
@@ -393,11 +394,14 @@ class Places:
         row, file = self.rows_of(np.arange(self.starts[-1]))
         return self.of_items(self.files, file, self.place[row], self.frame[row], self.hash, self.linkable)
 
-    def rows_of(self, items: Column | Sequence[int] | int) -> tuple[Column, Column]:
+    def rows_of(self, items: Column | Sequence[int]) -> tuple[Column, Column]:
         """Return the row and the file of each item."""
         items = np.asarray(items, np.int64)
         row = self.starts.searchsorted(items, "right") - 1
         return row, (self.file[row] + self.file_step[row] * (items - self.starts[row])).astype(np.int32)
+
+    def row_of(self, item: int) -> int:
+        return int(self.starts.searchsorted(item, "right")) - 1
 
     def items_in(self, file: int) -> tuple[Column, Column]:
         """Return the items in a file, and their rows."""
@@ -415,7 +419,7 @@ class Places:
     def location(self, number: int) -> Location:
         """Return the location of an item."""
         # Of one item, Python's integers: numpy's would take four times as long, and a load asks for each value.
-        row = int(self.starts.searchsorted(number, "right")) - 1
+        row = self.row_of(number)
         offset, length, start, payload_length = self.place[row].tolist()
         at, blocks = number - int(self.starts[row]), int(self._blocks[row])
         first = int(self.block_starts[row]) + at * blocks

@@ -320,7 +320,7 @@ class CheckpointIndex(Mapping[str, Entry]):
             ("overlaps another item", () if shares_bytes else _overlapping(places)),
         ):
             for item in bad_items:
-                key, file_name = self.table.keys[self.table.slots_of(item)], self.file_names[places.rows_of(item)[1]]
+                key, file_name = self.table.keys[self.table.slots_of(item)], places.location(item).file
                 raise CheckpointCorrupt(f"{label}: {key} in {file_name} {fault}")
         _check_boxes(self.table, places, label)
 

@@ -115,7 +115,7 @@ class ReadPlanner:
         if number is None:
             return None
         row = index.rows_of(name)[number]
-        _, _, start, length = index.columns["place"][index.places.rows_of(row)[0]].tolist()
+        _, _, start, length = index.columns["place"][index.places.row_of(row)].tolist()
         fits = start >= 0 and length <= LARGEST_CHUNK and _can_hold(target, length)
         corner = (0,) * len(chunk.sizes)
         return BoxRead(name, row, chunk.tensor, corner, chunk.sizes, chunk.sizes == target.shape) if fits else None
