@@ -85,7 +85,7 @@ def pieces(index: CheckpointIndex, storage_meta: StorageMeta | None) -> Iterator
         storage_meta=[_plain(storage_meta)],
         version=[_plain(index.version)],
     )
-    yield from (b"\x80\x04", memo.definitions)
+    yield from (b"\x80\x04", bytes(memo.definitions))
     for piece in cast(list[bytes], content):
         yield from parts.get(piece) or (piece,)
     yield b"."
