@@ -4,7 +4,7 @@
 # make lint    ruff and mypy          make demo    the demonstration
 # make docs    the site of docs/, into outputs/site, and its tests; warnings are errors
 # make bench   every benchmark        make clean   remove what these made
-# make bench-report   the benchmarks of benchmarks/RESULTS.md, and that page anew (25 minutes on a quiet machine)
+# make bench-report   the benchmarks of benchmarks/RESULTS.md, and that page anew (50 minutes on a quiet machine)
 # make matrix  the wheel with pairs of Python and torch, as far as they are here, and the tests of Accelerate, Lightning
 #              and transformers with their oldest versions; the tables of docs/reference/versions.md
 # make release DRY_RUN=1   build and check what would be released; without DRY_RUN, tag it as well

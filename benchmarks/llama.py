@@ -1,8 +1,10 @@
-"""A state that no cache holds: a Llama of 1B parameters with AdamW, on four ranks under FSDP2 and HSDP.
+"""States of Llamas with AdamW: one of 1B parameters that no cache holds, and the pattern of MLPerf Storage, scaled.
 
 The model is transformers' ``LlamaForCausalLM`` with the configuration of Llama 3.2 1B (1.24 billion parameters), fp32
 under FSDP2: 13.8 GiB with both moments, over all ranks. HSDP 2x2 holds everything twice, so it is bf16 there: 13.8 GiB
-too. Nothing is trained; there are no gradients. Every peer saves, and loads what it saved after the page cache has
+too. *MLPerf* is the checkpointing workload of MLPerf Storage 2.0 for Llama 3.1 8B with ZeRO-3: weights in bf16, and a
+master copy and two moments in fp32, on eight ranks. Here its layers are an eighth as wide, which is 1.8 GiB in as many
+tensors. Nothing is trained; there are no gradients. Every peer saves, and loads what it saved after the page cache has
 dropped it, in place; sums over every tensor tell that the same bytes came back. Needs 16 GiB of memory beside what is
 in use, and twice the state on the disk.
 """
@@ -26,13 +28,17 @@ from benchmarks._machine import file_system_of
 from benchmarks._options import SMALLEST as _SMALLEST
 from benchmarks._options import parser, scratch
 from benchmarks._peer import IO_THREADS, OURS, Peer, State
-from benchmarks.peers import stock
+from benchmarks.peers import ceiling, stock
 
-WRAPPERS = {"FSDP2": torch.float32, "HSDP": torch.bfloat16}
+WRAPPERS = {"FSDP2": torch.float32, "HSDP": torch.bfloat16, "MLPerf": torch.bfloat16}
 SIZES = {
-    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256},
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512},
-}
+    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256,
+           "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True},
+    "8b/8": {"hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 32, "vocab_size": 16032,
+             "num_attention_heads": 32, "num_key_value_heads": 8},
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512,
+             "num_attention_heads": 4, "tie_word_embeddings": True},
+}  # fmt: skip
 SMALLEST = [*_SMALLEST, "--size", "tiny", "--ranks", "2", "--wrappers", "FSDP2"]
 
 
@@ -42,12 +48,11 @@ class Training:
     def __init__(self, wrapper: str, size: str) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        heads = {"num_attention_heads": 32, "num_key_value_heads": 8} if size == "1b" else {"num_attention_heads": 4}
         with torch.device("meta"):
-            self.model: nn.Module = LlamaForCausalLM(LlamaConfig(**SIZES[size], **heads, tie_word_embeddings=True))
+            self.model: nn.Module = LlamaForCausalLM(LlamaConfig(**SIZES[size]))
         self.model.to(WRAPPERS[wrapper])
         world = dist.get_world_size()
-        shape = (world,) if wrapper == "FSDP2" else (2, world // 2)
+        shape = (2, world // 2) if wrapper == "HSDP" else (world,)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
         for layer in self.model.model.layers:
             fully_shard(layer, mesh=mesh)
@@ -56,7 +61,9 @@ class Training:
         self.model.tie_weights()
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         for parameter in self.model.parameters():
-            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            slots = ("exp_avg", "exp_avg_sq", "master")[: 3 if wrapper == "MLPerf" else 2]
+            dtype = torch.float32 if wrapper == "MLPerf" else parameter.dtype
+            moments = {name: torch.zeros_like(parameter, dtype=dtype) for name in slots}
             self.optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
         self.fill(dist.get_rank() % shape[-1])
 
@@ -80,7 +87,8 @@ class Training:
         return {"model": model, "optim": optimizer}
 
 
-def _peers(training: Training) -> list[Peer]:
+def _peers(training: Training, with_ceiling: bool) -> list[Peer]:
+    """Return ours, stock, and the ceiling, which needs the state's memory twice."""
     ours = {"model": training.model, "optim": training.optimizer}
     ways: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
         OURS: (
@@ -102,28 +110,36 @@ def _peers(training: Training) -> list[Peer]:
 
         return Peer(name, save, load)
 
-    return [as_peer(name) for name in ways]
+    return [*([_ceiling(training)] if with_ceiling else []), *map(as_peer, ways)]
+
+
+def _ceiling(training: Training) -> Peer:
+    memory = {str(number): tensor for number, tensor in enumerate(training.tensors())}
+    peer = ceiling.PEERS[0]
+    peer.prepare(memory)
+    return Peer(peer.name, lambda _, path: peer.save(memory, path), lambda _, path: peer.load(memory, path))
 
 
 def _measure(wrapper: str, size: str, repeats: int, root: Path) -> Samples:
     training = Training(wrapper, size)
-    peers, sums = _peers(training), training.sums()
+    peers, sums = _peers(training, with_ceiling=wrapper == "MLPerf"), training.sums()
+    saved_at = {peer.name: root / str(number) for number, peer in enumerate(peers)}
 
     def save(peer: Peer) -> None:
-        peer.save({}, root / peer.name)
-        sync_files(root / peer.name)
+        peer.save({}, saved_at[peer.name])
+        sync_files(saved_at[peer.name])
 
     def lose(peer: Peer) -> None:
         """What is in memory, and what the page cache has of the files."""
         for tensor in training.tensors():
             tensor.zero_()
         if dist.get_rank() == 0:
-            forget(root / peer.name)
+            forget(saved_at[peer.name])
 
     def load(peer: Peer) -> None:
-        peer.load({}, root / peer.name)
+        peer.load({}, saved_at[peer.name])
 
-    saved = interleaved(peers, repeats, lambda peer: remove(root / peer.name), save)
+    saved = interleaved(peers, repeats, lambda peer: remove(saved_at[peer.name]), save)
     loaded = interleaved(peers, repeats, lose, load)
     for peer in peers:
         lose(peer)
@@ -139,7 +155,7 @@ def main() -> None:
     made = parser("llama", __doc__)
     made.add_argument("--size", choices=SIZES, default="1b", help="of the model (default %(default)s)")
     made.add_argument("--ranks", type=int, default=4, help="(default %(default)s)")
-    made.add_argument("--wrappers", nargs="+", choices=WRAPPERS, default=list(WRAPPERS), help="(default all)")
+    made.add_argument("--wrappers", nargs="+", choices=WRAPPERS, default=["FSDP2", "HSDP"], help="(default both)")
     made.set_defaults(where=[Path("outputs")], repeats=3)
     options: argparse.Namespace = made.parse_args()
     report = Report("llama", options)

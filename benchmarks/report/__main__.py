@@ -3,6 +3,9 @@
 ``benchmarks/results.json`` holds the figures of all sections; a section that is run, or read with ``--from-json``,
 takes the place of what it had there, and the others stay. So a run that was interrupted goes on with ``--only`` and
 the names that are missing.
+
+All sections run in turn, and then once more: a figure counts if it holds in two runs with other runs between them.
+``results.json`` keeps both.
 """
 
 from __future__ import annotations
@@ -95,6 +98,7 @@ def main() -> None:
         "--from-json", nargs="?", type=Path, const=KEPT, help=f"run nothing: read these files (default {KEPT})"
     )
     made.add_argument("--smallest", action="store_true", help="seconds instead of minutes; the figures mean nothing")
+    made.add_argument("--rounds", type=int, default=2, help="times that all sections are run (default %(default)s)")
     made.add_argument("--more", default="", help="options for every benchmark, say '--repeats 2'")
     made.add_argument("--to", type=Path, default=FOLDER, help="where the page goes (default %(default)s)")
     made.add_argument("--readme", type=Path, default=FOLDER.parent / "README.md", help="(default %(default)s)")
@@ -105,10 +109,11 @@ def main() -> None:
     began = time.monotonic()
     KEPT.mkdir(parents=True, exist_ok=True)
     chosen = options.only or [name for name in SECTIONS if options.from_json or name not in LARGE]
-    for name in chosen:
+    for name in chosen if options.from_json else chosen * options.rounds:
         runs = _read(name, options.from_json) if options.from_json else _run(name, options.smallest, more, KEPT)
+        known = results.get(name, {})
         if runs:
-            results[name] = {"runs": runs}
+            results[name] = {"runs": runs, "before": known.get("before" if options.from_json else "runs", [])}
         results = {known: results[known] for known in SECTIONS if known in results}
         file.write_text(_compact(results))
     write_pages(results, options.to, options.readme)

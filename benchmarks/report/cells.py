@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from benchmarks.report.figures import Table, median
 
@@ -61,8 +61,14 @@ class Standing:
     theirs: list[float] = field(default_factory=list)
     stock: list[float] = field(default_factory=list)
     ceiling: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    """CPU seconds of all ranks."""
+    extra: list[float] = field(default_factory=list)
+    """MiB of memory over what was in use before, on the rank that took the most."""
     behind: tuple[str, ...] = ()
     """What is aimed at and not reached."""
+    before: Standing | None = None
+    """The cell in the run before, between which and this one other benchmarks ran."""
 
     @property
     def ratio(self) -> float | None:
@@ -72,6 +78,16 @@ class Standing:
     @property
     def of_ceiling(self) -> float | None:
         return median(self.ours) / median(self.ceiling) if self.ceiling else None
+
+    @property
+    def each_of_ceiling(self) -> list[float]:
+        """Ours ÷ ceiling in each repetition, whose two runs are neighbours in time.
+
+        Fewer than five figures are least, median and most in some tables, which belong to no repetition.
+        """
+        if len(self.ours) != len(self.ceiling) or len(self.ours) < 5:
+            return []
+        return [ours / ceiling for ours, ceiling in zip(self.ours, self.ceiling, strict=True)]
 
     @property
     def verdict(self) -> str:
@@ -90,7 +106,11 @@ class Standing:
         if self.behind:
             return "**no**: " + ", ".join(self.behind)
         lacks = (self.cell.of_ceiling is not None and not self.ceiling) or (self.cell.peers and not self.theirs)
-        return "as far as measured" if lacks else "yes"
+        if lacks:
+            return "as far as measured"
+        if self.before is None or not self.before.ours:
+            return "once"
+        return "in one of two runs: " + ", ".join(self.before.behind) if self.before.behind else "yes"
 
 
 CELLS = (
@@ -98,6 +118,9 @@ CELLS = (
     Cell("save, disk, 2 ranks", "save", r"MiB.* 2 rank.*outputs", of_ceiling=1.15),
     Cell("save, /dev/shm, 2 ranks", "save", r"MiB.* 2 rank.*/dev/shm", of_ceiling=1.2),
     Cell("load, warm", "load", r"warm, \d+ MiB.* 1 rank.*outputs", of_ceiling=1.25),
+    Cell("load, warm, 2 ranks", "load", r"warm, \d+ MiB.* 2 rank.*outputs", of_ceiling=1.25),
+    Cell("load, /dev/shm, 1 rank", "load", r"warm, \d+ MiB.* 1 rank.*/dev/shm", of_ceiling=1.25),
+    Cell("load, /dev/shm, 2 ranks", "load", r"warm, \d+ MiB.* 2 rank.*/dev/shm", of_ceiling=1.25),
     Cell("load right after a save, same process", "load", r"right after .*same process"),
     Cell("load right after a save, another process", "load", r"right after .*another process"),
     Cell("load, cold", "load", r"cold, \d+ MiB.* 1 rank.*outputs", of_ceiling=1.05),
@@ -134,6 +157,8 @@ CELLS = (
     Cell("second save, nine tenths frozen, ÷ first", "reuse", "", "outputs, backbone frozen, reuse",
          peers="", at_most=0.25, unit=""),
     Cell("restore from memory after a kill", "recovery", "restore", f"{OURS}, memory", "restored", ceiling="raw"),
+    Cell("Llama 8B scaled, MLPerf's pattern, save", "mlperf", "^save.*MLPerf", of_ceiling=1.15),
+    Cell("Llama 8B scaled, MLPerf's pattern, load, cold", "mlperf", "^cold load.*MLPerf", of_ceiling=1.05),
     Cell("13.8 GiB, Llama 1B, FSDP2, save", "llama", "^save.* 1b.*FSDP2"),
     Cell("13.8 GiB, Llama 1B, FSDP2, load, cold", "llama", "^cold load.* 1b.*FSDP2"),
     Cell("13.8 GiB, Llama 1B, HSDP, save", "llama", "^save.* 1b.*HSDP"),
@@ -149,8 +174,10 @@ README = {"save, disk, 2 ranks", "load, warm", "load, cold", "async save of 256 
 """The cells that ``README.md`` shows."""
 
 
-def standing(cell: Cell, tables: list[Table]) -> Standing:
-    """Look a cell up in the tables of its section."""
+def standing(cell: Cell, tables: list[Table], before: list[Table] | None = None) -> Standing:
+    """Look a cell up in the tables of its section, and in those of the run before."""
+    if before is not None:
+        return replace(standing(cell, tables), before=standing(cell, before))
     for table in tables:
         row = table.rows.get(cell.ours, {})
         if re.search(cell.table, table.title) and row.get(cell.column):
@@ -171,7 +198,9 @@ def _compare(cell: Cell, table: Table, row: Mapping[str, list[float]]) -> Standi
     ]
     ceiling = min(bounds, key=median, default=[])
     stock = min((values for name, values in peers.items() if name.startswith("stock")), key=median, default=[])
-    found = Standing(cell, ours, best, peers.get(best, []), stock, ceiling)
+    found = Standing(
+        cell, ours, best, peers.get(best, []), stock, ceiling, cpu=row.get("CPU s", []), extra=row.get("extra MiB", [])
+    )
     behind = [
         f"{median(values) / median(ours):.2f} x {name}"
         for name, values in peers.items()
@@ -181,4 +210,4 @@ def _compare(cell: Cell, table: Table, row: Mapping[str, list[float]]) -> Standi
         behind.append(f"{found.of_ceiling:.2f} of the ceiling")
     if cell.at_most is not None and median(ours) > cell.at_most:
         behind.append(f"{median(ours):.2g} {cell.unit}".rstrip())
-    return Standing(cell, ours, best, peers.get(best, []), stock, ceiling, tuple(behind))
+    return replace(found, behind=tuple(behind))

@@ -20,19 +20,25 @@ Figures are medians, in brackets the least and the most of the repetitions; peer
 order, and everything was compared byte for byte. Each section says when it was measured, and what else was running."""
 _LEGEND = """\
 *Peer ÷ ours*: below 1 we are slower than the best of the others. *Within the spread*: the repetitions of both overlap.
-The ceiling is the same bytes by plain system calls, or what the section names."""
+The ceiling is the same bytes, by as many ranks, with plain system calls, or what the section names; in brackets are the
+least and the most of the repetitions, each compared with the ceiling of the same repetition. CPU seconds are those of
+all ranks, extra MiB those of the rank that takes the most. An aim is reached if two runs reach it, between which all
+other benchmarks ran; *once*: the run before was not measured."""
 Results = dict[str, Any]
-"""Of ``benchmarks/results.json``: by section, its runs with their tables."""
+"""Of ``benchmarks/results.json``: by section, its ``runs`` with their tables, and those of the time ``before``."""
 
 
-def tables_of_section(results: Results, name: str) -> list[Table]:
-    runs = results.get(name, {}).get("runs", [])
+def tables_of_section(results: Results, name: str, time: str = "runs") -> list[Table]:
+    runs = results.get(name, {}).get(time, [])
     return [Table(table["title"], table["rows"]) for run in runs for table in run["tables"]]
 
 
 def standings(results: Results) -> list[Standing]:
     """Of all cells, in the order of the page."""
-    return [standing(cell, tables_of_section(results, cell.section)) for cell in CELLS]
+    return [
+        standing(cell, tables_of_section(results, cell.section), tables_of_section(results, cell.section, "before"))
+        for cell in CELLS
+    ]
 
 
 def page(results: Results) -> str:
@@ -72,7 +78,8 @@ def _machine(machine: dict[str, Any]) -> str:
 
 
 def _overview(found: list[Standing]) -> str:
-    head = ["cell", "ours", "best peer", "", "peer ÷ ours", "ours ÷ ceiling", "aimed at", "", "reached"]
+    head = ["cell", "ours", "best peer", "", "peer ÷ ours", "ours ÷ ceiling", "CPU s", "extra MiB", "aimed at", "",
+            "reached"]  # fmt: skip
     rows = [
         [
             one.cell.name,
@@ -80,7 +87,9 @@ def _overview(found: list[Standing]) -> str:
             _value(one.theirs, one.cell.unit),
             one.peer,
             _ratio(one.ratio),
-            _ratio(one.of_ceiling),
+            _spread(one.of_ceiling, one.each_of_ceiling),
+            _value(_one(one.cpu)),
+            _value(_one(one.extra)),
             one.cell.target,
             one.verdict,
             one.reached,
@@ -176,6 +185,10 @@ def _value(values: list[float], unit: str = "") -> str:
         return ""
     middle = f"{_digits(median(values))} {unit}".rstrip()
     return middle if min(values) == max(values) else f"{middle} ({_digits(min(values))} to {_digits(max(values))})"
+
+
+def _spread(ratio: float | None, each: list[float]) -> str:
+    return f"{_ratio(ratio)} ({_digits(min(each))} to {_digits(max(each))})" if each else _ratio(ratio)
 
 
 def _digits(value: float) -> str:

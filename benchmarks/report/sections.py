@@ -27,6 +27,8 @@ SECTIONS = {
         "Loading",
         (
             "load --state mixed --ranks 1 --where outputs --caches warm cold saved",
+            "load --state mixed --ranks 1 2 --where /dev/shm --caches warm",
+            "load --state mixed --ranks 2 --where outputs --caches warm",
             "load --state 4000 --ranks 1 --where outputs --caches warm",
         ),
     ),
@@ -63,6 +65,9 @@ SECTIONS = {
     "copying": Section("Copying", ("copying --mib 256 --where outputs --repeats 3",)),
     "foreign": Section("Reading others' files", ("foreign --mib 512 --state mixed --ranks 1 --where outputs",)),
     "state_memory": Section("Gathering the state", ("state_memory --mib 256",)),
+    "mlperf": Section(
+        "The pattern of MLPerf Storage", ("llama --wrappers MLPerf --size 8b/8 --ranks 8 --repeats 5 --where outputs",)
+    ),
     "llama": Section("Larger than memory caches", ("llama",)),
 }
 LARGE = {"llama"}

@@ -77,13 +77,30 @@ OF_STOCK = Cell("save", "save", "MiB", ours="ours", ceiling="raw", of_ceiling=1.
     ],
 )
 def test_won_and_lost(seconds: dict[str, list[float]], verdict: str, reached: str) -> None:
-    found = standing(OF_STOCK, [Table("load, 1 MiB", {}), _table(**seconds)])
+    tables = [Table("load, 1 MiB", {}), _table(**seconds)]
+    found = standing(OF_STOCK, tables, tables)
     assert (found.verdict, found.reached) == (verdict, reached)
+
+
+@pytest.mark.parametrize(
+    ("before", "reached"),
+    [([], "once"), ([1.0], "yes"), ([3.0], "in one of two runs: 0.67 x stock, 3.00 of the ceiling")],
+)
+def test_an_aim_is_reached_if_two_runs_reach_it(before: list[float], reached: str) -> None:
+    now, then = ([_table(ours=ours, stock=[2.0], raw=[1.0])] for ours in ([1.0], before))
+    assert standing(OF_STOCK, now, then).reached == reached
+
+
+def test_the_spread_of_a_ratio_is_that_of_neighbouring_repetitions() -> None:
+    ours, raw = [2.0, 4.0, 6.0, 8.0, 10.0], [1.0, 2.0, 2.0, 8.0, 10.0]
+    assert standing(OF_STOCK, [_table(ours=ours, raw=raw)]).each_of_ceiling == [2.0, 2.0, 3.0, 1.0, 1.0]
+    assert standing(OF_STOCK, [_table(ours=ours[:3], raw=raw[:3])]).each_of_ceiling == []
 
 
 def test_the_best_peer_counts_and_each_may_have_an_aim_of_its_own() -> None:
     cell = Cell("load", "load", "MiB", ours="ours", leads={"files": 0.5})
-    found = standing(cell, [_table(ours=[1.0], stock=[3.0], files=[0.6], ceiling=[0.5], raw_bytes=[0.1])])
+    tables = [_table(ours=[1.0], stock=[3.0], files=[0.6], ceiling=[0.5], raw_bytes=[0.1])]
+    found = standing(cell, tables, tables)
     assert (found.peer, found.ratio, found.of_ceiling, found.stock) == ("files", 0.6, 2.0, [3.0])
     assert (found.verdict, found.reached) == ("**lost**", "yes")
 
@@ -145,6 +162,8 @@ def test_pages_are_made_of_files_that_are_there_and_keep_the_other_sections(
     monkeypatch.setattr("sys.argv", ["report", *options])
     report.main()
     assert list(json.loads((tmp_path / "results.json").read_text())) == ["save", "load", "plan"]
+    report.main()
+    assert json.loads((tmp_path / "results.json").read_text())["save"]["before"] == [], "the same files are one run"
     text = (tmp_path / "RESULTS.md").read_text()
     assert f"| **{OURS}** | 2.00 (1.00 to 3.00) | 1.00 |" in text and "| stock | 4.00 | 2.00 |" in text
     assert f"| **{OURS}** | 0.00210 | 1.00 |" in text and "1 rank \\| 1 MiB" in text
