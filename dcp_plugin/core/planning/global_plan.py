@@ -106,11 +106,11 @@ class GlobalPlan:
         return order_of(self.rank, self.chunk)
 
     def shares(self, world_size: int) -> list[Share]:
-        order = self.order
+        order, cut = self.order, ~self.uncut
         shares = []
         written = np.split(order, np.searchsorted(self.rank[order], np.arange(1, world_size)))
         for rows, replicas in zip(written, self.replicas, strict=True):
-            part = np.flatnonzero(~self.uncut[rows])
+            part = np.flatnonzero(cut[rows])
             offsets, sizes = self.offsets[rows[part]], self.sizes[rows[part]]
             shares.append(Share(self.chunk[rows], part, offsets, sizes, *replicas))
         return shares

@@ -164,7 +164,7 @@ FORGERIES = {
     "file number out of range": (_set("file", 0, 7), "does not list"),
     "huge key table": (_set("key_ends", 0, 1 << 40), "does not count up"),
     "columns of different length": (_drop("ndim"), "differ in length"),
-    "more boxes than cells": (_repeat(0, 2), "some are missing, or chunks overlap"),
+    "more boxes than cells": (_repeat(0, 2), "outside its shape"),
     "more boxes than items": (_set("box_count", 0, 2), "another number of boxes than of items"),
     "a row without boxes": (_repeat(0, 0), "another number of boxes than of items"),
     "a billion chunks": (_repeat(0, 1 << 30), "more items than hashes"),
