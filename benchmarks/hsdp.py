@@ -58,7 +58,7 @@ def balance(replicas: int) -> dict[str, Any]:
     count = np.full(len(sizes), replicas)
     held = HeldBoxes(sizes, np.full(len(sizes), 4), np.cumsum(count) - count, count, ranks)
     begin = time.process_time()
-    parts = balance_load(held, world_size, 1 << 30)
+    parts = balance_load(held, np.zeros(world_size, np.int64), 1 << 30)
     seconds = time.process_time() - begin
     written = np.zeros(world_size)
     np.add.at(written, ranks[held.first[parts.box] + parts.holder], parts.sizes.prod(axis=1) * 4)

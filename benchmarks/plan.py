@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from benchmarks import _machine
 from dcp_plugin.core.format import index_file
 from dcp_plugin.core.format.index import CheckpointIndex, Location, Places
-from dcp_plugin.core.format.metadata import encode
+from dcp_plugin.core.format.metadata import pieces
 from dcp_plugin.core.format.payload import block_size
 from dcp_plugin.core.format.summary import fingerprint
 from dcp_plugin.core.planning.local_inventory import Holdings, LocalInventory
@@ -113,14 +113,12 @@ def _boxes(mesh: str, rank: int, ranks: int, tensors: int) -> Iterator[tuple[str
             yield _key(tensor), _rows(mesh, ranks), box
 
 
-_MEMORY = torch.empty(1 << 14)
-
-
 def _state(mesh: str, rank: int, ranks: int, tensors: int) -> Flat:
     """Views of one float; each tensor has its own, so that none are taken for tied."""
     state: Flat = {}
+    floats = torch.empty(tensors)
     for number, (key, rows, (first, count)) in enumerate(_boxes(mesh, rank, ranks, tensors)):
-        memory = _MEMORY[number].expand(count, COLUMNS)
+        memory = floats[number].expand(count, COLUMNS)
         plain = mesh == "mixed" and (first, count) == (0, rows)
         chunk = LocalChunk((first, 0), (count, COLUMNS), memory)
         state[key] = ShardedValue((rows, COLUMNS), torch.float32, (chunk,), any_rank=not plain)
@@ -289,15 +287,15 @@ def _ours(mesh: str, ranks: int, tensors: int, directory: Path, most_threads: in
     np.add.at(written, global_plan.rank, global_plan.sizes.prod(axis=1))
     figures.largest_share, figures.boxes = written.max() / written.mean(), len(global_plan.rank)
 
-    def commit() -> tuple[bytes, bytes]:
-        places = Places.joined([pickle.loads(result) for result in results]).take(in_table_order(global_plan))
+    def commit() -> bytes:
+        places = Places.merged([pickle.loads(result) for result in results], in_table_order(global_plan))
         index = CheckpointIndex.of(global_plan.table, places, dict.fromkeys(places.files, 1 << 50))
-        return index_file.encode(index), encode(index, StorageMeta())
+        assert sum(map(len, pieces(index, StorageMeta()))) > figures.boxes
+        return index_file.encode(index)
 
-    encoded, metadata = figures.time("commit", commit)
+    encoded = figures.time("commit", commit)
     figures.extra_mib = max(0, _machine.status_bytes("VmHWM") - before) / 2**20  # with the messages of all ranks
     (directory / "index").write_bytes(encoded)
-    (directory / "metadata").write_bytes(metadata)
     state = {
         key: replace(
             wanted,

@@ -394,10 +394,11 @@ class Coordinator:
         index = self._index(save, sizes)
         index.extra_files = {name: comparison for part in parts for name, comparison in part.attached.items()}
         extra_files = {name.partition("/")[0] for name in index.extra_files}
-        files, summary = compose(
+        composed, summary = compose(
             save.path, StorageMeta(str(save.path), head.save_id), index, self._facts(save), extra_files, recorded
         )
         all_sizes = sizes | {name: size for part in parts for name, size in part.attached_sizes.items()}
+        files = {name: bytes(data) for name, data in composed.items()}
         all_sizes |= {name: len(data) for name, data in files.items()}
         record = save.record = Record(
             path=str(path_of(save.path)),
@@ -430,7 +431,7 @@ class Coordinator:
     def _index(self, save: Save, sizes: dict[str, int]) -> CheckpointIndex:
         head = save.head
         written = [save.parts[rank].written for rank in sorted(save.parts)]
-        places = Places.joined([part.places for part in written]).take(head.order)
+        places = Places.merged([part.places for part in written], head.order)
         index = CheckpointIndex.of(head.table, places, sizes)
         index.left_out, index.rounded = dict(head.left_out), dict(head.rounded)
         index.empty = [key for key in head.empty if key in index]

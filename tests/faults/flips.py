@@ -241,7 +241,8 @@ def _items_in_linked_files(path: Path) -> Iterator[tuple[str, list[tuple[int, in
     """The files of a checkpoint that are meant to be linked, and where each of their items begins and ends."""
     index = dcp.ShardedReader(path).index
     for name in index.linkable:
-        rows = index.columns["place"][index.columns["file"] == index.file_names.index(name), :2].tolist()
+        _, found = index.places.items_in(index.file_names.index(name))
+        rows = index.columns["place"][found, :2].tolist()
         yield name, sorted({(offset, offset + length) for offset, length in rows})
 
 

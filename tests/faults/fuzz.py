@@ -245,7 +245,7 @@ def _index(rng: random.Random, path: Path) -> None:
     with safe_open(str(file), framework="numpy") as opened:
         about = dict(opened.metadata())
         columns = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    kind = rng.randrange(4)
+    kind = rng.randrange(5)
     if kind == 0:
         name = rng.choice(["dtypes", "files", "paths"])
         about[name] = hostile_json(rng, json.loads(about[name])).decode(errors="replace")
@@ -254,6 +254,11 @@ def _index(rng: random.Random, path: Path) -> None:
     elif kind == 2:
         data = _archive(rng, {"planner": 1})
         columns["planner_data"] = np.frombuffer(data, np.uint8)
+    elif kind == 3:  # a row that stands for many chunks, which may have hashes
+        row, count = rng.randrange(len(columns["box_count"])), rng.choice([2, 3, 1000, 1 << 30])
+        columns["box_count"][row] = columns["item_count"][row] = count
+        columns["file_step"][row] = rng.choice([0, 1])
+        columns["hash"] = np.resize(columns["hash"], rng.choice([len(columns["hash"]) + count % 10_000 - 1, 5000]))
     for _ in range(rng.choice([1, 2])):
         column = columns[rng.choice(list(columns))]
         if column.size and kind != 2:

@@ -1,4 +1,4 @@
-"""What commit f9c4327 wrote is loaded today: every byte, on other numbers of ranks, with stock, after interruptions."""
+"""What commit faf9f77 wrote is loaded today: every byte, on other numbers of ranks, with stock, after interruptions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MOST_BYTES = 3_000_000
 @pytest.fixture(scope="module")
 def frozen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy, since what is tested may write beside a checkpoint."""
-    folder = tmp_path_factory.mktemp("frozen") / "f9c4327"
+    folder = tmp_path_factory.mktemp("frozen") / "faf9f77"
     shutil.copytree(fixtures.FROZEN, folder, symlinks=True)
     return folder
 

@@ -10,11 +10,14 @@ A checkpoint is committed if, and only if, it has ``.metadata``. A checkpoint of
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import Any, BinaryIO, Protocol
@@ -54,6 +57,29 @@ NUMBERED = re.compile(r"checkpoint[-_]\d+")
 """Folders that Accelerate and transformers rotate, complete or not."""
 
 _METADATA_OF_ONE_RANK = re.compile(r"__\d+\.metadata")
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Content of a file that is made while it is written. It need not fit into memory.
+
+    ``make`` yields the pieces. Each reader calls it again, and gets the same bytes.
+    """
+
+    make: Callable[[], Iterator[bytes | memoryview]]
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        return self.make()
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self)
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        digest = hashlib.sha256()
+        for piece in self:
+            digest.update(piece)
+        return digest.hexdigest()
 
 
 class Files(Protocol):

@@ -1,8 +1,13 @@
 """Contents of a checkpoint as numpy columns: keys, the boxes of stored tensors, and the places of items.
 
-The rule: no Python object per chunk. A large checkpoint has a chunk per rank and tensor, 10^5 to 10^6 in all. An object
+The rule: no Python object per chunk. A large checkpoint has a chunk per rank and tensor, 10^5 to 10^7 in all. An object
 for each costs seconds; a row of a column costs almost no time. The save plan, the results of writing, the index and the
 stock metadata are therefore made from these columns. A key becomes an object only when a caller asks for it.
+
+On a mesh a tensor's shards follow each other in a regular way, and a *row* describes all of them by the first and a
+count. The next box is the next cell of the grid that boxes of this size make of the tensor. The next item is at the
+same place of the file that is ``file_step`` further. Boxes and items are counted separately. Where nothing is regular,
+a row has one box, or one item.
 """
 
 from __future__ import annotations
@@ -11,9 +16,10 @@ import functools
 import itertools
 import os
 import re
+import zlib
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,7 +50,7 @@ KeyPath = tuple[Any, ...]
 for a tuple index, or ``("k", key)`` for a mapping key that is not text. A key of any type in a mapping class other than
 ``dict`` is ``(name, key)``, with the class's name in :data:`MAPPING_CLASSES`."""
 
-ITEM_COLUMNS = ("file", "place", "frame", "hash")
+ITEM_COLUMNS = ("file", "file_step", "item_count", "place", "frame", "hash")
 """Columns of :class:`Places`. Each is also a column of the index, under the same name."""
 
 
@@ -73,7 +79,7 @@ class Location:
 class KeyColumns:
     """Keys of a checkpoint and the boxes in which its tensors are stored.
 
-    ``columns`` are ``dtype``, ``ndim``, ``shape``, ``chunk_ends`` and ``box``, as the table in
+    ``columns`` are ``dtype``, ``ndim``, ``shape``, ``box_ends``, ``box_count`` and ``box``, as the table in
     :mod:`~dcp_plugin.core.format.index_file` describes them. ``paths`` are the :func:`unusual_paths`. A *slot* is the
     number of a key in these columns.
     """
@@ -92,18 +98,26 @@ class KeyColumns:
     def shape_starts(self) -> Column:
         """Position in ``shape`` at which each key begins, and the end of the last key.
 
-        ``chunk_starts`` and ``box_starts`` are the same for the chunks and for ``box``.
+        ``row_starts``, ``box_starts`` and ``chunk_starts`` are the same for the rows of ``box``, for the numbers in it,
+        and for the chunks.
         """
-        return np.concatenate(([0], np.cumsum(self.columns["ndim"], dtype=np.int64)))
+        return starts_of(self.columns["ndim"])
 
     @functools.cached_property
-    def chunk_starts(self) -> Column:
-        return np.concatenate(([0], self.columns["chunk_ends"]))
+    def row_starts(self) -> Column:
+        return np.concatenate(([0], self.columns["box_ends"]))
 
     @functools.cached_property
     def box_starts(self) -> Column:
-        counts = 2 * self.columns["ndim"].astype(np.int64) * np.diff(self.chunk_starts)
-        return np.concatenate(([0], np.cumsum(counts)))
+        return starts_of(2 * self.columns["ndim"].astype(np.int64) * np.diff(self.row_starts))
+
+    @functools.cached_property
+    def chunk_starts(self) -> Column:
+        return starts_of(self.columns["box_count"])[self.row_starts]
+
+    def slots_of(self, chunks: Column | int) -> Column:
+        """Return the number of the key of each chunk."""
+        return self.chunk_starts[1:].searchsorted(chunks, "right")
 
     def path_of(self, key: str) -> KeyPath:
         """Return the path of the key in the nested state: the stored path, or else the default path."""
@@ -151,25 +165,55 @@ class KeyColumns:
     def boxes_of(self, slot: int) -> tuple[Column, Column]:
         """Return the offsets and the sizes of the chunks of a key, one row per chunk."""
         begin, end = self.box_starts[slot : slot + 2].tolist()
-        first, last = self.chunk_starts[slot : slot + 2].tolist()
-        boxes = self.columns["box"][begin:end].reshape(last - first, 2, self.columns["ndim"][slot])
+        first, last = self.row_starts[slot : slot + 2].tolist()
+        shape, counts = self.shape_of(slot), self.columns["box_count"][first:last]
+        boxes = self.columns["box"][begin:end].reshape(last - first, 2, len(shape))
+        if counts.max(initial=1) > 1:
+            # A load asks for every key, and most keys of one shape have the same boxes.
+            layout = shape, boxes.tobytes(), counts.tobytes()
+            if layout not in self._boxes_of_layout:
+                shapes = np.array([shape], np.int64).repeat(len(counts), axis=0)
+                self._boxes_of_layout[layout] = in_grid(boxes, counts, shapes)
+            boxes = self._boxes_of_layout[layout]
         return boxes[:, 0], boxes[:, 1]
 
-    def by_ndim(self) -> Iterator[tuple[Column, Column, Column]]:
-        """Yield all keys in groups with equally many dimensions, fewest dimensions first.
+    @functools.cached_property
+    def _boxes_of_layout(self) -> dict[tuple[Any, ...], Column]:
+        return {}
+
+    @property
+    def by_chunk(self) -> KeyColumns:
+        """The same columns with a row of ``box`` for each chunk."""
+        counts, ndim = np.diff(self.chunk_starts), self.columns["ndim"].astype(np.int64)
+        starts = starts_of(2 * ndim * counts)
+        box = np.empty(starts[-1], np.int64)
+        for slots, _, boxes in self.by_ndim(np.arange(len(self.keys))):
+            box[ranges(starts[slots], 2 * ndim[slots] * counts[slots])] = boxes.reshape(-1)
+        rows = {"box_ends": self.chunk_starts[1:], "box_count": np.ones(counts.sum(), np.int32), "box": box}
+        return replace(self, columns=self.columns | rows)
+
+    def stretches(self) -> list[Column]:
+        """Return all keys in stretches, each with about :data:`ROWS_IN_CACHE` chunks."""
+        return in_cache(np.arange(len(self.keys)), np.diff(self.chunk_starts))
+
+    def by_ndim(self, stretch: Column) -> Iterator[tuple[Column, Column, Column]]:
+        """Yield the keys of a stretch in groups with equally many dimensions, fewest dimensions first.
 
         A group is three arrays: the numbers of its keys, the numbers of all their chunks, and the boxes of these
-        chunks. The boxes have three axes: the chunk, offsets or sizes, and the dimension. A number of dimensions may
-        have several groups, each of about :data:`ROWS_IN_CACHE` chunks.
+        chunks. The boxes have three axes: the chunk, offsets or sizes, and the dimension.
         """
-        counts_of = np.diff(self.chunk_starts)
         # The column ``box`` is flat, since boxes differ in width. With equally many dimensions they form a rectangle.
-        for ndim in np.flatnonzero(np.bincount(self.columns["ndim"])).tolist():  # np.unique imports numpy.ma
-            alike = np.flatnonzero(self.columns["ndim"] == ndim)
-            for slots in in_cache(alike, counts_of[alike]):
-                counts = counts_of[slots]
-                boxes = self.columns["box"][ranges(self.box_starts[slots], 2 * ndim * counts)]
-                yield slots, ranges(self.chunk_starts[slots], counts), boxes.reshape(int(counts.sum()), 2, ndim)
+        for ndim in np.flatnonzero(np.bincount(self.columns["ndim"][stretch])).tolist():  # np.unique imports numpy.ma
+            slots = stretch[self.columns["ndim"][stretch] == ndim]
+            counts, rows = (ends[slots + 1] - ends[slots] for ends in (self.chunk_starts, self.row_starts))
+            boxes = self.columns["box"][ranges(self.box_starts[slots], 2 * ndim * rows)].reshape(rows.sum(), 2, ndim)
+            shapes = self.columns["shape"][self.shape_starts[slots][:, None] + np.arange(ndim)]
+            box_counts = self.columns["box_count"][ranges(self.row_starts[slots], rows)]
+            yield (
+                slots,
+                ranges(self.chunk_starts[slots], counts),
+                in_grid(boxes, box_counts, shapes.repeat(rows, axis=0)),
+            )
 
 
 def default_path(key: str) -> KeyPath:
@@ -210,13 +254,15 @@ def itemsize_named(name: str) -> int:
 class Places:
     """Places of items: the columns of :class:`Location`.
 
-    ``files`` are names, and ``file`` has the number of each item's file in them. A row of ``place`` is offset, length,
-    payload's offset (-1 for None) and payload's length. ``hash`` has a hash for each block of each payload. It is empty
-    if another tool wrote the items.
+    ``files`` are names, and ``file`` has the number of the file of each row's first item. A row of ``place`` is offset,
+    length, payload's offset (-1 for None) and payload's length. ``hash`` has a hash for each block of each payload. It
+    is empty if another tool wrote the items.
     """
 
     files: list[str]
     file: Column
+    file_step: Column
+    item_count: Column
     place: Column
     frame: Column
     hash: Column
@@ -229,7 +275,7 @@ class Places:
         hashes = [np.empty(0, np.uint64) if location.hashes is None else location.hashes for location in locations]
         starts = [-1 if location.payload_offset is None else location.payload_offset for location in locations]
         place = [(w.offset, w.length, start, w.payload_length) for w, start in zip(locations, starts, strict=True)]
-        return cls(
+        return cls.of_items(
             list(files),
             np.array([files[location.file] for location in locations], np.int32),
             np.array(place, np.int64).reshape(-1, 4),
@@ -238,9 +284,30 @@ class Places:
         )
 
     @classmethod
+    def of_items(
+        cls,
+        files: list[str],
+        file: Column,
+        place: Column,
+        frame: Column,
+        hashes: Column,
+        linkable: Collection[str] = (),
+    ) -> Places:
+        """Return places with a row for each item."""
+        no_step, one = np.zeros(len(file), np.int32), np.ones(len(file), np.int32)
+        return cls(files, file, no_step, one, place, frame, hashes, linkable)
+
+    @classmethod
     def without_hashes(cls, files: list[str], file: Column, place: Column) -> Places:
         """Return the places of items without hashes, as another tool writes them."""
-        return cls(files, file, place, np.zeros(len(file), np.uint32), np.empty(0, np.uint64))
+        return cls.of_items(files, file, place, np.zeros(len(file), np.uint32), np.empty(0, np.uint64))
+
+    def __reduce__(self) -> Any:
+        # The form in which a rank sends its places to rank 0. On a mesh most ranks send the same rows. They differ in
+        # the hashes, which compression would not make smaller. Differences of neighbours compress to a few bytes.
+        items = self.by_item
+        rows = np.vstack((items.file, items.frame, *items.place.T)).astype(np.int64)
+        return _received, (self.files, zlib.compress(np.diff(rows, prepend=0).tobytes(), 1), self.hash, self.linkable)
 
     @classmethod
     def joined(cls, parts: Sequence[Places]) -> Places:
@@ -255,47 +322,194 @@ class Places:
             linkable={name for part in parts for name in part.linkable},
         )
 
+    @classmethod
+    def merged(cls, parts: Sequence[Places], order: Column) -> Places:
+        """Return the items of all parts in an order, which has their numbers in the :meth:`joined` parts."""
+        # Received parts with equal rows share them. The rows of all kinds of parts fit into the processor's cache, and
+        # the items of 10^4 ranks, a hundred times as many, are looked up there, a stretch at a time.
+        parts = [part.by_item for part in parts]
+        kinds = {id(part.place): part for part in parts}
+        first_of_kind = dict(zip(kinds, starts_of([len(kind.file) for kind in kinds.values()]).tolist(), strict=False))
+        rows = cls.joined([replace(kind, files=[]) for kind in kinds.values()])
+        sizes = np.array([(len(part.file), len(part.files), len(part.hash)) for part in parts], np.int64).reshape(-1, 3)
+        first_item, first_file, first_hash = (starts_of(column)[:-1] for column in sizes.T)
+        first_row = np.array([first_of_kind[id(part.place)] for part in parts], np.int64)
+        owner = np.repeat(np.arange(len(parts), dtype=np.int32), sizes[:, 0])
+        in_part = np.concatenate([kind.block_starts[:-1] for kind in kinds.values()])
+        blocks, hashes = np.diff(rows.block_starts), np.concatenate([part.hash for part in parts])
+        alike = np.column_stack((rows.place, rows.frame))
+
+        def look_up(items: Column) -> tuple[Column, Column, Column]:
+            """Return the part, the row and the file of each item."""
+            part = owner[items]
+            row = items + (first_row - first_item)[part]
+            return part, row, rows.file[row] + first_file[part]
+
+        begins, of_items = [np.empty(0, np.int64)], [hashes[:0]]
+        for start in range(0, len(order), ROWS_IN_CACHE):
+            before = min(start, 2)  # an item continues a row if it is like the two before it
+            part, row, file = look_up(order[start - before : start + ROWS_IN_CACHE])
+            begins.append(start + np.flatnonzero(_begins(file, row, alike)[before:]))
+            first = (first_hash[part] + in_part[row])[before:]
+            of_items.append(hashes[ranges(first, blocks[row[before:]])])
+        begin = np.concatenate(begins)
+        count = np.diff(begin, append=len(order))
+        (_, row, file), several = look_up(order[begin]), count > 1
+        step = np.zeros(len(begin), np.int32)
+        step[several] = look_up(order[begin[several] + 1])[2] - file[several]
+        names, linkable = [name for part in parts for name in part.files], {n for part in parts for n in part.linkable}
+        columns = file.astype(np.int32), step, count.astype(np.int32), rows.place[row], rows.frame[row]
+        return cls(names, *columns, np.concatenate(of_items), linkable)
+
+    def take(self, order: Column) -> Places:
+        """Return the items with these numbers, in this order."""
+        return Places.merged([self], order)
+
     @property
     def nbytes(self) -> int:
         """Bytes of the files, provided that they have no other items."""
-        ends = np.zeros(len(self.files), np.int64)
-        np.maximum.at(ends, self.file, self.place[:, 0] + self.place[:, 1])
+        items, ends = self.by_item, np.zeros(len(self.files), np.int64)
+        np.maximum.at(ends, items.file, items.place[:, 0] + items.place[:, 1])
         return int(padded(ends).sum())
+
+    @functools.cached_property
+    def starts(self) -> Column:
+        """Number of the first item of each row, and the count of all items."""
+        return starts_of(self.item_count)
+
+    @functools.cached_property
+    def block_starts(self) -> Column:
+        """Position at which the hashes of each row begin, and the end of the last."""
+        return starts_of(self._blocks * self.item_count)
+
+    @functools.cached_property
+    def _blocks(self) -> Column:
+        """Number of hashes of an item of each row."""
+        return block_counts(self.place[:, 3]) if len(self.hash) else np.zeros(len(self.place), np.int64)
+
+    @property
+    def by_item(self) -> Places:
+        """The same places with a row for each item."""
+        if self.starts[-1] == len(self.file):
+            return self
+        row, file = self.rows_of(np.arange(self.starts[-1]))
+        return self.of_items(self.files, file, self.place[row], self.frame[row], self.hash, self.linkable)
+
+    def rows_of(self, items: Column | Sequence[int]) -> tuple[Column, Column]:
+        """Return the row and the file of each item."""
+        items = np.asarray(items, np.int64)
+        row = self.starts.searchsorted(items, "right") - 1
+        return row, (self.file[row] + self.file_step[row] * (items - self.starts[row])).astype(np.int32)
+
+    def row_of(self, item: int) -> int:
+        return int(self.starts.searchsorted(item, "right")) - 1
+
+    def items_in(self, file: int) -> tuple[Column, Column]:
+        """Return the items in a file, and their rows."""
+        further = file - self.file
+        number = further // np.maximum(self.file_step, 1)
+        has = (further >= 0) & (number * self.file_step == further) & (number < self.item_count)
+        rows = np.flatnonzero(has)
+        return self.starts[rows] + number[rows], rows
+
+    def hashes_of(self, items: Column) -> tuple[Column, Column]:
+        """Return the position of each item's hashes, and their number."""
+        row, _ = self.rows_of(items)
+        return self.block_starts[row] + self._blocks[row] * (items - self.starts[row]), self._blocks[row]
 
     def location(self, number: int) -> Location:
         """Return the location of an item."""
-        offset, length, start, payload_length = self.place[number].tolist()
-        first, end = self.block_starts[number : number + 2].tolist()
-        hashes = self.hash[first:end]
+        # Of one item, Python's integers: numpy's would take four times as long, and a load asks for each value.
+        row = self.row_of(number)
+        offset, length, start, payload_length = self.place[row].tolist()
+        at, blocks = number - int(self.starts[row]), int(self._blocks[row])
+        first = int(self.block_starts[row]) + at * blocks
+        hashes = self.hash[first : first + blocks]
         # An item without blocks has no hashes. An empty payload of known layout is the exception: it lacks none.
         has_hashes = len(hashes) > 0 or (payload_length == 0 and start >= 0)
         return Location(
-            self.files[self.file[number]],
+            self.files[int(self.file[row]) + at * int(self.file_step[row])],
             offset,
             length,
             start if start >= 0 else None,
             payload_length,
-            int(self.frame[number]),
+            int(self.frame[row]),
             hashes if has_hashes else None,
         )
 
-    @functools.cached_property
-    def block_starts(self) -> Column:
-        """Position at which the hashes of each item begin, and the end of the last."""
-        counts = block_counts(self.place[:, 3]) if len(self.hash) else np.zeros(len(self.place), np.int64)
-        return np.concatenate(([0], np.cumsum(counts)))
 
-    def take(self, order: Column) -> Places:
-        """Return the items with these numbers, in this order."""
-        # In large plans all items mostly have equally many blocks. Then the hashes are a rectangle, and taking one row
-        # per item is faster than gathering single hashes.
-        blocks = np.diff(self.block_starts)
-        if len(blocks) and (blocks == blocks[0]).all():
-            hashes = self.hash.reshape(len(blocks), -1).take(order, axis=0).reshape(-1)
-        else:
-            hashes = self.hash[ranges(self.block_starts[order], blocks[order])]
-        place = self.place.take(order, axis=0)  # copies a row at a time, unlike [order]
-        return Places(self.files, self.file[order], place, self.frame[order], hashes, self.linkable)
+def _received(files: list[str], packed: bytes, hashes: Column, linkable: Collection[str]) -> Places:
+    return Places.of_items(files, *_unpacked(packed), hashes, linkable)
+
+
+@functools.lru_cache(maxsize=64)
+def _unpacked(packed: bytes) -> tuple[Column, Column, Column]:
+    """Return the files, places and frames of the items that a rank has sent. Ranks that send the same share them."""
+    file, frame, *place = np.cumsum(np.frombuffer(zlib.decompress(packed), np.int64).reshape(6, -1), axis=1)
+    return file.astype(np.int32), np.stack(place, axis=1), frame.astype(np.uint32)
+
+
+def _begins(file: Column, row: Column, alike: Column) -> Column:
+    """Return a mask of the items that begin a row: they have not the place and frame (``alike``, by row) of the item
+    before them, or are not as many files behind it as that one is behind its predecessor."""
+    step = np.diff(file)
+    differs = np.flatnonzero((np.diff(row) != 0) & (step > 0))
+    continues = step > 0
+    continues[differs] = in_all(alike[row[differs + 1]] == alike[row[differs]])
+    begins = np.concatenate(([True], ~continues))
+    begins[2:] |= continues[:-1] & (step[1:] != step[:-1])
+    return begins
+
+
+def in_grid(boxes: Column, counts: Column, shapes: Column) -> Column:
+    """Return all boxes of some rows of boxes.
+
+    Args:
+        boxes: The first box of each row. The axes are the row, offsets or sizes, and the dimension.
+        counts: The number of boxes of each row.
+        shapes: The shape of the tensor of each row.
+    """
+    if (counts == 1).all():
+        return boxes
+    of, starts = np.repeat(np.arange(len(counts)), counts), starts_of(counts)
+    made = boxes[of]
+    # Rows of one box are left as they are: another tool, or a damaged file, may have them in no grid.
+    chosen = np.flatnonzero(counts[of] > 1)
+    of = of[chosen]
+    number = chosen - starts[of]
+    for dim in reversed(range(boxes.shape[2])):
+        offset, size = boxes[:, 0, dim], np.maximum(boxes[:, 1, dim], 1)
+        cells, first = np.maximum((shapes[:, dim] - offset % size) // size, 1), offset // size
+        if dim and (cells == 1).all():  # a division for each box takes most of the time
+            continue
+        number, at = np.divmod(number + first[of], cells[of]) if dim else (number, number + first[of])
+        made[chosen, 0, dim] = (offset % size)[of] + at * size[of]
+    return made
+
+
+def grid_begins(key: Column, offsets: Column, sizes: Column, shapes: Column) -> Column:
+    """Return the numbers of the boxes that begin a row, as :func:`in_grid` continues it. ``shapes`` are of the keys."""
+    begins = [np.empty(0, np.int64)]
+    for start in range(0, len(key), ROWS_IN_CACHE):
+        before = min(start, 1)
+        some = slice(start - before, start + ROWS_IN_CACHE)
+        offset, size = offsets[some], sizes[some]
+        shape = shapes[key[some]]
+        after, carry = offset.copy(), np.full(len(offset), True)
+        for dim in reversed(range(offset.shape[1])):
+            has_more = offset[:, dim] + 2 * size[:, dim] <= shape[:, dim]
+            further = np.where(has_more, size[:, dim], offset[:, dim] % np.maximum(size[:, dim], 1) - offset[:, dim])
+            after[:, dim] += further * carry
+            carry &= ~has_more
+        continues = in_all(np.concatenate((offset[1:] == after[:-1], size[1:] == size[:-1]), axis=1))
+        continues &= (np.diff(key[some]) == 0) & ~carry[:-1]
+        begins.append(start + np.flatnonzero(np.concatenate(([True], ~continues))[before:]))
+    return np.concatenate(begins)
+
+
+def starts_of(counts: Any) -> Column:
+    """Return the number of things before each group of so many, and the number of all."""
+    return np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
 
 
 ROWS_IN_CACHE = 1 << 15
@@ -305,10 +519,10 @@ Processing in such parts takes half the time of all rows at once, and no memory 
 """
 
 
-def in_cache(slots: Column, counts: Column) -> list[Column]:
-    """Cut slots with ``counts`` rows each into stretches of about :data:`ROWS_IN_CACHE` rows."""
-    # A cut wherever the running count of rows passes a multiple of ROWS_IN_CACHE. A slot is never divided.
-    cuts = np.flatnonzero(np.diff(np.cumsum(counts) // ROWS_IN_CACHE)) + 1
+def in_cache(slots: Column, counts: Column, rows: int = ROWS_IN_CACHE) -> list[Column]:
+    """Cut slots with ``counts`` rows each into stretches of about so many rows."""
+    # A cut wherever the running count of rows passes a multiple of ``rows``. A slot is never divided.
+    cuts = np.flatnonzero(np.diff(np.cumsum(counts) // rows)) + 1
     return np.split(slots, cuts) if len(slots) else []
 
 

@@ -52,7 +52,8 @@ def index_of(
         "dtype": np.array(dtype, np.uint8),
         "ndim": np.array(ndim, np.uint8),
         "shape": np.array(shape, np.int64),
-        "chunk_ends": np.array(chunk_ends, np.int64),
+        "box_ends": np.array(chunk_ends, np.int64),
+        "box_count": np.ones(len(locations), np.int32),
         "box": np.array(box, np.int64),
     }
     table = KeyColumns(keys, list(dtype_names), unusual_paths(paths or {}), columns)
@@ -72,12 +73,16 @@ def selected(
     table = index.table
     # Shapes and boxes are ragged: ranges() lists the positions of all of them, so that one gather takes each column.
     slots = np.array([index.slots[key] for key in names.values()], np.int64)
-    ndim, counts = table.columns["ndim"][slots].astype(np.int64), np.diff(table.chunk_starts)[slots]
+    ndim, counts, rows = (
+        column[slots]
+        for column in (table.columns["ndim"].astype(np.int64), *map(np.diff, (table.chunk_starts, table.row_starts)))
+    )
     columns = {
         **{name: table.columns[name][slots] for name in ("dtype", "ndim")},
         "shape": table.columns["shape"][ranges(table.shape_starts[slots], ndim)],
-        "chunk_ends": np.cumsum(counts),
-        "box": table.columns["box"][ranges(table.box_starts[slots], 2 * ndim * counts)],
+        "box_ends": np.cumsum(rows),
+        "box_count": table.columns["box_count"][ranges(table.row_starts[slots], rows)],
+        "box": table.columns["box"][ranges(table.box_starts[slots], 2 * ndim * rows)],
     }
     files = {posixpath.join(below, name): size for name, size in index.files.items()}
     places = replace(index.places, files=list(files), linkable=()).take(ranges(table.chunk_starts[slots], counts))
@@ -150,8 +155,8 @@ def _joined_tables(first: KeyColumns, second: KeyColumns) -> KeyColumns:
     dtypes = list(dict.fromkeys((*first.dtypes, *second.dtypes)))
     numbers = np.full(NO_TENSOR + 1, NO_TENSOR, np.uint8)
     numbers[: len(second.dtypes)] = [dtypes.index(name) for name in second.dtypes]
-    columns = {name: np.concatenate((first.columns[name], second.columns[name])) for name in ("ndim", "shape", "box")}
+    same = ("ndim", "shape", "box", "box_count")
+    columns = {name: np.concatenate((first.columns[name], second.columns[name])) for name in same}
     columns["dtype"] = np.concatenate((first.columns["dtype"], numbers[second.columns["dtype"]]))
-    ends = second.columns["chunk_ends"] + first.chunk_starts[-1]
-    columns["chunk_ends"] = np.concatenate((first.columns["chunk_ends"], ends))
+    columns["box_ends"] = np.concatenate((first.columns["box_ends"], second.columns["box_ends"] + first.row_starts[-1]))
     return KeyColumns([*first.keys, *second.keys], dtypes, {**second.paths, **first.paths}, columns)

@@ -14,6 +14,7 @@ import functools
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,9 @@ from dcp_plugin.core.format.columns import (
     Location,
     Places,
     default_path,
+    in_all,
     in_any,
+    in_cache,
     order_of,
     partitioned,
     product,
@@ -222,11 +225,11 @@ class CheckpointIndex(Mapping[str, Entry]):
     @property
     def payload_bytes(self) -> int:
         """Bytes of all payloads; a payload that several keys share counts once."""
-        file, (offset, _, _, payload_length) = self.columns["file"], self.columns["place"].T
+        places, order, same_files = _by_place(self.places)
         # Sorted by place, items that share their bytes are neighbours, and the first of them counts.
-        order = np.lexsort((offset, file))
-        first = (np.diff(file[order], prepend=-1) != 0) | (np.diff(offset[order], prepend=-1) != 0)
-        return int(payload_length[order][first].sum())
+        shared = same_files & (np.diff(places.place[order, 0]) == 0)
+        counts = np.concatenate(([True], ~shared))[: len(order)]
+        return int((places.place[order, 3] * places.item_count[order])[counts].sum())
 
     def rows_of(self, key: str) -> range:
         """Return the numbers of the chunks of a key among those of all keys. A value has one."""
@@ -249,14 +252,12 @@ class CheckpointIndex(Mapping[str, Entry]):
             raise CheckpointMismatch(
                 f"the key {error.object!r} has half of a surrogate pair, which no file holds as text. Rename the key."
             ) from error
-        file_ids = {name: number for number, name in enumerate(files)}
-        renumbered = np.array([file_ids[name] for name in places.files], np.int32)
+        files = {name: files[name] for name in places.files} | files  # the columns number them in this order
         columns = {
             **table.columns,
             "keys": np.frombuffer(b"".join(keys), np.uint8),
             "key_ends": np.cumsum(np.fromiter(map(len, keys), np.int64, len(keys))),
             **{name: getattr(places, name) for name in ITEM_COLUMNS},
-            "file": renumbered[places.file],
         }
         index = cls(table, columns, files)
         index.linkable = places.linkable
@@ -307,61 +308,109 @@ class CheckpointIndex(Mapping[str, Entry]):
         for name in (*self.files, *self.extra_files):
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name:
                 raise CheckpointCorrupt(f"{label}: the index names {name!r}, which is outside the checkpoint")
-        file = columns["file"]
+        file, places = columns["file"], self.places
         if len(file) == 0:
             return
-        if file.min() < 0 or file.max() >= len(self.files):
+        last = file + columns["file_step"].astype(np.int64) * (columns["item_count"] - 1)
+        if file.min() < 0 or columns["file_step"].min() < 0 or last.max() >= len(self.files):
             raise CheckpointCorrupt(f"{label}: an item is in a file that the index does not list")
         sizes = np.array(list(self.files.values()), np.int64)
-        outside = np.empty(len(file), bool)
-        # Stretches of rows, each column copied to a contiguous array, keep the passes below in the processor's cache.
-        # Bounds are compared by a difference, because the sum of two hostile numbers overflows.
-        for first in range(0, len(file), ROWS_IN_CACHE):
-            some = slice(first, first + ROWS_IN_CACHE)
-            offset, length, payload_offset, payload_length = np.ascontiguousarray(columns["place"][some].T)
-            outside[some] = (
-                (offset < 0)
-                | (length < 0)
-                | (offset > sizes[file[some]] - length)
-                | (payload_length < 0)
-                | (np.maximum(payload_offset, 0) > length - payload_length)
-            )
-        for bad, fault in (
-            (outside, "lies outside its file or item"),
-            (_overlapping(columns) & (not shares_bytes), "overlaps another item"),
+        for fault, bad_items in (
+            ("lies outside its file or item", _outside(places, sizes)),
+            ("overlaps another item", () if shares_bytes else _overlapping(places)),
         ):
-            if bad.any():
-                chunk = int(np.argmax(bad))
-                key = self.table.keys[int(np.searchsorted(columns["chunk_ends"], chunk, side="right"))]
-                raise CheckpointCorrupt(f"{label}: {key} in {list(self.files)[file[chunk]]} {fault}")
-        _check_boxes(self.table, columns["place"], label)
+            for item in bad_items:
+                key, file_name = self.table.keys[self.table.slots_of(item)], places.location(item).file
+                raise CheckpointCorrupt(f"{label}: {key} in {file_name} {fault}")
+        _check_boxes(self.table, places, label)
 
 
-def _overlapping(columns: dict[str, Column]) -> Column:
-    """Return which items begin before the previous item ends, except aliases, which agree in all columns."""
-    file, place = columns["file"], columns["place"]
-    # If any items overlap, two neighbours in the order of places do. The items of a file are mostly in that order, so
-    # a sort by file alone is tried first: an index of 10^7 chunks opens in two thirds of the time.
-    for keys in ((file,), (file, place[:, 0], place[:, 1])):
-        order = order_of(*keys)
-        same_file, (offset, length) = np.diff(file[order]) == 0, place[:, :2].take(order, axis=0).T
-        further, longer = np.diff(offset), np.diff(length)
-        if not (same_file & ((further < 0) | ((further == 0) & (longer < 0)))).any():
+def _stretches(places: Places) -> Iterator[tuple[Column, Column, Column, Column]]:
+    """Yield some items at a time, so that passes over them stay in the processor's cache: their numbers, files and
+    places, and the rows that have them."""
+    for first in range(0, int(places.starts[-1]), ROWS_IN_CACHE):
+        items = np.arange(first, min(first + ROWS_IN_CACHE, places.starts[-1]))
+        row, file = places.rows_of(items)
+        yield items, file, np.ascontiguousarray(places.place.take(row, axis=0).T), row
+
+
+def _outside(places: Places, sizes: Column) -> list[int]:
+    """Return the first item that is outside of its file, or whose payload is outside of it, if there is one."""
+    for items, file, (offset, length, payload_offset, payload_length), _ in _stretches(places):
+        # Bounds are compared by a difference, because the sum of two hostile numbers overflows.
+        outside = (
+            (offset < 0)
+            | (length < 0)
+            | (offset > sizes[file] - length)
+            | (payload_length < 0)
+            | (np.maximum(payload_offset, 0) > length - payload_length)
+        )
+        if outside.any():
+            return [int(items[np.argmax(outside)])]
+    return []
+
+
+def _by_place(places: Places) -> tuple[Places, Column, Column]:
+    """Return the places, an order of their rows by file and offset, and a mask of the rows with the files of the row
+    before them in that order. No other rows have a file in common."""
+    files = places.file, places.file_step, places.item_count
+    # The items of a file are mostly in order, so a sort by files alone is tried first: an index of 10^7 rows opens in
+    # two thirds of the time.
+    for more in ((), (places.place[:, 0], places.place[:, 1])):
+        order = order_of(*files, *more)
+        first, step, count = (column[order].astype(np.int64) for column in files)
+        same_files = (np.diff(first) == 0) & (np.diff(step) == 0) & (np.diff(count) == 0)
+        further, longer = np.diff(places.place[:, :2].take(order, axis=0), axis=0).T
+        if not (same_files & ((further < 0) | ((further == 0) & (longer < 0)))).any():
             break
-    at = np.flatnonzero(same_file & (further < length[:-1]))
-    overlapping = np.zeros(len(file), bool)
-    overlapping[order[at + 1]] = (place[order[at]] != place[order[at + 1]]).any(axis=1)
-    return overlapping
+    # Rows of several files are compared as one, unless rows of some other files have one of these: then item by item.
+    reached = np.maximum.accumulate(first + step * (count - 1))
+    if (~same_files & (first[1:] <= reached[:-1])).any():
+        return _by_place(places.by_item)
+    return places, order, same_files
 
 
-def _check_boxes(table: KeyColumns, place: Column, checkpoint: str) -> None:
+def _overlapping(places: Places) -> list[int]:
+    """Return the first item that begins before the previous item ends, if there is one. Aliases, which agree in their
+    places, do not count."""
+    # If any items overlap, two neighbours in the order of places do.
+    places, order, same_files = _by_place(places)
+    further, length = np.diff(places.place[order, 0]), places.place[order, 1]
+    at = np.flatnonzero(same_files & (further < length[:-1]))
+    overlapping = order[at + 1][(places.place[order[at]] != places.place[order[at + 1]]).any(axis=1)]
+    return places.starts[overlapping[:1]].tolist()  # type: ignore[no-any-return]
+
+
+def _complete_grids(table: KeyColumns) -> Column:
+    """Return a mask of the keys whose boxes are all cells of one grid. These boxes cover the tensor, by their count."""
+    complete = np.full(len(table.keys), False)
+    alone = np.diff(table.row_starts) == 1
+    for ndim in range(1 + int(table.columns["ndim"].max(initial=0))):
+        slots = np.flatnonzero(alone & (table.columns["ndim"] == ndim))
+        shape = table.columns["shape"][table.shape_starts[slots][:, None] + np.arange(ndim)]
+        offsets, sizes = (
+            table.columns["box"][table.box_starts[slots][:, None] + np.arange(2 * ndim)]
+            .reshape(len(slots), 2, ndim)
+            .transpose(1, 0, 2)
+        )
+        cells = product((shape // np.maximum(sizes, 1)).astype(float))
+        is_cell = (offsets == 0) & (sizes > 0) & (sizes <= shape) & (shape % np.maximum(sizes, 1) == 0)
+        complete[slots] = in_all(is_cell) & (cells == table.columns["box_count"][table.row_starts[slots]])
+        complete[slots] &= table.nbytes[slots] < 1 << 53  # exact, as floats
+    return complete
+
+
+def _check_boxes(table: KeyColumns, places: Places, checkpoint: str) -> None:
     no_tensor = table.columns["dtype"] == NO_TENSOR
     counts = np.diff(table.chunk_starts)
     for slot in np.flatnonzero(no_tensor & (counts != 1)).tolist():
         raise CheckpointCorrupt(f"{checkpoint}: {table.keys[slot]} is a value with {counts[slot]} items instead of 1")
     if (no_tensor & (table.columns["ndim"] > 0)).any():
         raise CheckpointCorrupt(f"{checkpoint}: a value has dimensions")
-    for slots, chunks, boxes in table.by_ndim():
+    complete = _complete_grids(table)
+    others = np.flatnonzero(~complete)
+    volume = np.zeros(table.chunk_starts[-1] if len(others) else 0, np.int64)
+    for slots, chunks, boxes in chain.from_iterable(map(table.by_ndim, in_cache(others, counts[others]))):
         of = np.repeat(np.arange(len(slots)), counts[slots])
         ndim = boxes.shape[2]
         shape = table.columns["shape"][table.shape_starts[slots][:, None] + np.arange(ndim)]
@@ -373,7 +422,7 @@ def _check_boxes(table: KeyColumns, place: Column, checkpoint: str) -> None:
             raise CheckpointCorrupt(
                 f"{checkpoint}: a chunk of {table.keys[slots[slot]]} lies outside its shape {tuple(shape[slot])}"
             )
-        volumes = product(sizes)
+        volumes = volume[chunks] = product(sizes)
         total = totals(volumes, of, len(slots))
         # Volumes alone would accept a hole that an overlap makes up for.
         wrong = (total != product(shape)) | ~partitioned(offsets, sizes, shape, of, len(slots))
@@ -382,10 +431,13 @@ def _check_boxes(table: KeyColumns, place: Column, checkpoint: str) -> None:
                 f"{checkpoint}: the chunks of {table.keys[slots[slot]]} do not add up to its shape "
                 f"{tuple(shape[slot])}: some are missing, or chunks overlap"
             )
+    each = np.where(complete, table.nbytes / np.maximum(counts, 1), -1)  # bytes of a cell of a complete grid
+    for items, _, (_, _, payload_offset, payload_length), _ in _stretches(places):
+        slots = table.slots_of(items)
+        expected = each[slots]
+        if len(volume):
+            irregular = np.flatnonzero(expected < 0)
+            expected[irregular] = (volume[items] * table.itemsizes[table.columns["dtype"][slots]])[irregular]
         # A payload offset of -1 marks an item of unknown layout, whose payload has no size to compare.
-        expected = volumes * table.itemsizes[table.columns["dtype"][slots]][of]
-        misfit = (place[chunks, 2] >= 0) & (place[chunks, 3] != expected) & ~no_tensor[slots][of]
-        for slot in of[misfit][:1].tolist():
-            raise CheckpointCorrupt(
-                f"{checkpoint}: an item of {table.keys[slots[slot]]} has the wrong size for its shape"
-            )
+        for slot in slots[(payload_offset >= 0) & (payload_length != expected) & ~no_tensor[slots]][:1].tolist():
+            raise CheckpointCorrupt(f"{checkpoint}: an item of {table.keys[slot]} has the wrong size for its shape")

@@ -1,24 +1,27 @@
 """File of the index: numpy columns in the safetensors format, without pickle, validated when they are read.
 
 The rule: a file that contradicts itself is refused (:meth:`~dcp_plugin.core.format.index.CheckpointIndex.validate`).
-The columns, for K keys, C chunks (each key's chunks are neighbours) and B blocks:
+The columns, for K keys, R rows of boxes, I rows of items and B blocks. A row has one or more chunks that follow each
+other regularly (:mod:`~dcp_plugin.core.format.columns`). Chunks and their items are in the order of the keys:
 
-======================  ========  =====================================================================
-``keys``, ``key_ends``  K         UTF-8 text of all keys, and the end of each
-``dtype``, ``ndim``     K         number of the dtype's name (255: a value that is no tensor), dimensions
-``shape``               ragged    global shape, ``ndim`` numbers per key
-``chunk_ends``          K         running number of chunks
-``box``                 ragged    per chunk ``ndim`` offsets, then ``ndim`` sizes
-``file``                C         index into the files
-``place``               C x 4     offset and length of the item in its file; payload's offset and length in the item
-``frame``               C         32 bits of the XXH3-64 of the item without its payload
-``hash``                B         XXH3-64 of each block of the payload; the length gives the number of blocks
-``left_out``            text      optional: a JSON object of the keys left out -> the key in the base
-``rounded``             text      optional: a JSON object of keys left out that the base has more exactly -> their dtype
-``empty``               text      optional: a JSON list of the keys of empty mappings
-``beside``              text      optional: a JSON object of extra files of the save -> XXH3-64, or size
-``planner_data``        bytes     optional: another planner's ``planner_data``, as ``torch.save`` bytes (weights only)
-======================  ========  =====================================================================
+=======================  ======  ===================================================================================
+``keys``, ``key_ends``   K       UTF-8 text of all keys, and the end of each
+``dtype``, ``ndim``      K       number of the dtype's name (255: a value that is no tensor), dimensions
+``shape``                ragged  global shape, ``ndim`` numbers per key
+``box_ends``             K       running number of rows of boxes
+``box_count``            R       number of boxes: each is the next cell, row by row, of the grid of such boxes
+``box``                  ragged  per row ``ndim`` offsets, then ``ndim`` sizes, of the first box
+``item_count``           I       number of items, all with the same place and frame, in different files
+``file``, ``file_step``  I       index into the files for the first item, and the step to that of the next
+``place``                I x 4   offset and length of the item in its file; payload's offset and length in the item
+``frame``                I       32 bits of the XXH3-64 of the item without its payload
+``hash``                 B       XXH3-64 of each block of the payload; the length gives the number of blocks
+``left_out``             text    optional: a JSON object of the keys left out -> the key in the base
+``rounded``              text    optional: a JSON object of keys left out that the base has more exactly -> dtype
+``empty``                text    optional: a JSON list of the keys of empty mappings
+``beside``               text    optional: a JSON object of extra files of the save -> XXH3-64, or size
+``planner_data``         bytes   optional: another planner's ``planner_data``, as ``torch.save`` bytes (weights only)
+=======================  ======  ===================================================================================
 
 The header has the names of dtypes and files, the sizes of the files, the paths of keys, and ``linkable``: the names of
 the files that later saves are meant to link.
@@ -116,7 +119,7 @@ def _decoded(data: bytes, name: str) -> CheckpointIndex:
         check_index_version(about, name)
         index = _checked(columns, about)
         index.validate(posixpath.dirname(name))
-        if block_counts(columns["place"][:, 3]).sum() != len(columns["hash"]):
+        if (block_counts(columns["place"][:, 3]) * columns["item_count"]).sum() != len(columns["hash"]):
             raise ValueError("the items have another number of blocks than of hashes")
     return index
 
@@ -125,19 +128,22 @@ def _checked(columns: dict[str, Column], about: dict[str, str]) -> CheckpointInd
     # Later steps slice columns by these counts, so dtypes, lengths and counts are checked first.
     expected = {
         "keys": np.uint8, "key_ends": np.int64, "dtype": np.uint8, "ndim": np.uint8, "shape": np.int64,
-        "chunk_ends": np.int64, "box": np.int64, "file": np.int32, "place": np.int64, "frame": np.uint32,
-        "hash": np.uint64,
+        "box_ends": np.int64, "box_count": np.int32, "box": np.int64, "item_count": np.int32, "file": np.int32,
+        "file_step": np.int32, "place": np.int64, "frame": np.uint32, "hash": np.uint64,
     }  # fmt: skip
     for name, dtype in expected.items():
         if columns[name].dtype != dtype or columns[name].ndim != (2 if name == "place" else 1):
             raise ValueError(f"column {name} is {columns[name].dtype}, {columns[name].ndim}-dimensional")
-    count, chunks = len(columns["key_ends"]), len(columns["file"])
-    for name, counted in (("key_ends", "keys"), ("chunk_ends", "file")):
+    count, rows = len(columns["key_ends"]), len(columns["file"])
+    for name, counted in (("key_ends", "keys"), ("box_ends", "box_count")):
         _check_ends(name, columns[name], len(columns[counted]))
-    if not (len(columns["dtype"]) == len(columns["ndim"]) == len(columns["chunk_ends"]) == count):
+    if not (len(columns["dtype"]) == len(columns["ndim"]) == len(columns["box_ends"]) == count):
         raise ValueError("columns of keys differ in length")
-    if columns["place"].shape != (chunks, 4) or len(columns["frame"]) != chunks:
-        raise ValueError("columns of chunks differ in length")
+    if columns["place"].shape != (rows, 4) or not (
+        len(columns["frame"]) == len(columns["file_step"]) == len(columns["item_count"]) == rows
+    ):
+        raise ValueError("columns of items differ in length")
+    _check_counts(columns)
     dtypes = json.loads(about["dtypes"])
     for name in dtypes:
         itemsize_named(name)  # raises for an unknown name
@@ -181,6 +187,16 @@ def _check_ends(name: str, ends: Column, total: int) -> None:
     counts = np.diff(ends, prepend=0)
     if (counts < 0).any() or (ends[-1] if len(ends) else 0) != total:
         raise ValueError(f"column {name} does not count up to {total}")
+
+
+def _check_counts(columns: dict[str, Column]) -> None:
+    """Check that there are no more chunks than rows and hashes: what readers make of a file is bounded by its size."""
+    boxes, items = columns["box_count"], columns["item_count"]
+    if boxes.min(initial=1) < 1 or items.min(initial=1) < 1 or boxes.sum(dtype=np.int64) != items.sum(dtype=np.int64):
+        raise ValueError("the rows have another number of boxes than of items")
+    several = np.flatnonzero(items > 1)
+    if (columns["place"][several, 3] < 1).any() or items[several].sum(dtype=np.int64) > len(columns["hash"]):
+        raise ValueError("the rows have more items than hashes")
 
 
 _PLAIN = {str, int}

@@ -2,7 +2,7 @@
 
 The rule: no object per chunk. The pickle holds five objects for each chunk; making and pickling a million of these
 would take longer than the rest of a save. All chunks with equally many dimensions have pickles of the same length that
-differ only in some integers. So :func:`encode` writes one such record opcode by opcode, repeats it as the rows of an
+differ only in some integers. So :func:`pieces` writes one such record opcode by opcode, repeats it as the rows of an
 array, and fills in the integers by column. A test compares the result with ``pickle.dumps`` of
 :func:`~dcp_plugin.core.format.stock_objects.metadata_of`.
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_plugin.core.format import METADATA
-from dcp_plugin.core.format.index import NO_TENSOR, CheckpointIndex, Column, KeyPath
+from dcp_plugin.core.format.index import NO_TENSOR, CheckpointIndex, Column, KeyColumns, KeyPath
 from dcp_plugin.core.tensors._torch import StorageInfo
 
 
@@ -57,59 +57,88 @@ def stock_path(path: KeyPath) -> Sequence[str | int]:
     )
 
 
-def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
-    """Return the bytes of ``.metadata`` in the form that stock readers expect."""
+def pieces(index: CheckpointIndex, storage_meta: StorageMeta | None) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of ``.metadata`` in the form that stock readers expect.
+
+    A chunk takes 150 bytes there, and 10^7 chunks more memory than the rest of a save. So they are made while they are
+    written, some thousands at a time.
+    """
     index = as_stock_knows_it(index)
     table, memo = index.table, _Memo()
     # Keys and files occur once per chunk: each is defined once, and the records refer to its number in the memo.
     keys = np.array([memo.number(key, _text) for key in table.keys], np.uint32)
     files = np.array([memo.number(name, _text) for name in index.file_names], np.uint32)
-    dtype_numbers, shapes = table.columns["dtype"].tolist(), table.shapes_of(np.arange(len(table.keys)))
-    around_chunks: dict[
-        tuple[int, tuple[int, ...]], tuple[bytes, bytes]
-    ] = {}  # many keys have the same dtype and shape
+    for repeated in _REPEATED:
+        memo.number(repeated)
+    for dtype in table.torch_dtypes:
+        memo.number(dtype, _properties)
+    paths = {key: stock_path(table.path_of(key)) for key in table.keys}
+    parts: dict[bytes, Iterator[bytes | memoryview]] = {
+        b"state": _state(table, memo, keys),
+        b"storage": _storage(index, memo, keys, files),
+    }
+    content = memo.instance(
+        Metadata,
+        state_dict_metadata=[b"}(", b"state", b"u"],
+        planner_data=[_plain(index.planner_data[0] if index.planner_data else paths)],
+        storage_data=[b"}(", b"storage", b"u"],
+        storage_meta=[_plain(storage_meta)],
+        version=[_plain(index.version)],
+    )
+    yield from (b"\x80\x04", bytes(memo.definitions))
+    for piece in cast(list[bytes], content):
+        yield from parts.get(piece) or (piece,)
+    yield b"."
+
+
+def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
+    """Return :func:`pieces`, joined."""
+    return b"".join(pieces(index, storage_meta))
+
+
+def _state(table: KeyColumns, memo: _Memo, keys: Column) -> Iterator[bytes | memoryview]:
+    """Yield the items of ``state_dict_metadata``, in the order of the keys."""
+    dtype_numbers, around_chunks = table.columns["dtype"].tolist(), dict[Any, tuple[bytes, bytes]]()
+    for stretch in table.stretches():
+        state: dict[int, tuple[bytes | memoryview, ...]] = {}
+        shapes = dict(zip(stretch.tolist(), table.shapes_of(stretch), strict=True))
+        for slots, chunks, boxes in table.by_ndim(stretch):  # the records of a group have equal lengths
+            offsets, sizes = memo.sizes(boxes[:, 0]), memo.sizes(boxes[:, 1])
+            records = _rows(len(chunks), memo.instance(ChunkStorageMetadata, offsets=offsets, sizes=sizes))
+            # The chunk lists of all keys of a group are slices of one buffer: a million keys copy no bytes here.
+            counts = table.chunk_starts[slots + 1] - table.chunk_starts[slots]
+            listed, ends = records.reshape(-1).data, (np.cumsum(counts) * records.shape[1]).tolist()
+            key_of = keys[slots].tobytes()
+            for number, (slot, start, end) in enumerate(zip(slots.tolist(), [0, *ends], ends, strict=False)):
+                kind = dtype_numbers[slot], shapes[slot]  # many keys have the same dtype and shape
+                if kind not in around_chunks:
+                    around_chunks[kind] = _around_chunks(memo, table.dtype_of(slot), shapes[slot])
+                before, behind = around_chunks[kind]
+                reference = key_of[4 * number : 4 * number + 4]
+                chunks_of_key = listed[start:end] if behind else b""  # only a tensor has bytes after its chunks
+                state[slot] = (b"j", reference, before, chunks_of_key, behind)
+        yield from itertools.chain.from_iterable(state[slot] for slot in stretch.tolist())
+
+
+def _storage(index: CheckpointIndex, memo: _Memo, keys: Column, files: Column) -> Iterator[memoryview]:
+    """Yield the items of ``storage_data``."""
+    table = index.table
     is_value = table.columns["dtype"] == NO_TENSOR
-    state: list[tuple[bytes | memoryview, ...]] = [()] * len(table.keys)
-    storage: list[memoryview] = []
-    for slots, chunks, boxes in table.by_ndim():  # the records of a group have equal lengths
-        counts = np.diff(table.chunk_starts)[slots]
-        offsets, sizes = memo.sizes(boxes[:, 0]), memo.sizes(boxes[:, 1])
-        records = _rows(len(chunks), memo.instance(ChunkStorageMetadata, offsets=offsets, sizes=sizes))
-        # The chunk lists of all keys of a group are slices of one buffer: a million keys copy no bytes here.
-        listed, ends = records.reshape(-1).data, (np.cumsum(counts) * records.shape[1]).tolist()
-        key_of = keys[slots].tobytes()
-        for number, (slot, start, end) in enumerate(zip(slots.tolist(), [0, *ends], ends, strict=False)):
-            kind = dtype_numbers[slot], shapes[slot]
-            if kind not in around_chunks:
-                around_chunks[kind] = _around_chunks(memo, table.dtype_of(slot), shapes[slot])
-            before, behind = around_chunks[kind]
-            reference = key_of[4 * number : 4 * number + 4]
-            chunks_of_key = listed[start:end] if behind else b""  # only a tensor has bytes after its chunks
-            state[slot] = (b"j", reference, before, chunks_of_key, behind)
+    for slots, chunks, boxes in itertools.chain.from_iterable(map(table.by_ndim, table.stretches())):
+        counts, (row, file) = table.chunk_starts[slots + 1] - table.chunk_starts[slots], index.places.rows_of(chunks)
         place: dict[str, _Fields] = {
-            "relative_path": [files[index.columns["file"][chunks]]],
-            "offset": [index.columns["place"][chunks, 0]],
-            "length": [index.columns["place"][chunks, 1]],
+            "relative_path": [files[file]],
+            "offset": [index.columns["place"][row, 0]],
+            "length": [index.columns["place"][row, 1]],
         }
-        key = np.repeat(keys[slots], counts)
+        key, offsets = np.repeat(keys[slots], counts), memo.sizes(boxes[:, 0])
         info = memo.instance(StorageInfo, **place)
         # The MetadataIndex of a tensor's chunk has an offset, and that of a value has none.
         for chosen, offset in ((~is_value[slots], {"offset": offsets}), (is_value[slots], {})):
             if chosen.any():
                 record = [*memo.instance(MetadataIndex, fqn=[key], index=[b"N"], **offset), *info]
                 rows, matching = _rows(len(chunks), record), np.repeat(chosen, counts)
-                storage.append((rows if matching.all() else rows[matching]).data)
-    paths = {key: stock_path(table.path_of(key)) for key in table.keys}
-    planner_data = index.planner_data[0] if index.planner_data else paths
-    content = memo.instance(
-        Metadata,
-        state_dict_metadata=[b"}(", *itertools.chain.from_iterable(state), b"u"],
-        planner_data=[_plain(planner_data)],
-        storage_data=[b"}(", *storage, b"u"],
-        storage_meta=[_plain(storage_meta)],
-        version=[_plain(index.version)],
-    )
-    return b"".join((b"\x80\x04", memo.definitions, *cast(list[bytes], content), b"."))
+                yield (rows if matching.all() else rows[matching]).reshape(-1).data
 
 
 def _around_chunks(memo: _Memo, dtype: torch.dtype | None, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
@@ -133,6 +162,14 @@ def _properties(dtype: torch.dtype) -> bytes:
     fields: tuple[Any, ...] = TensorProperties(dtype=dtype).__getstate__()  # type: ignore[no-untyped-call]
     return _plain(TensorProperties) + b")\x81" + _plain(fields[:FIELDS_OF_ALL_VERSIONS]) + b"b"
 
+
+_REPEATED: tuple[Hashable, ...] = (
+    *(Metadata, "state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"),
+    *(TensorStorageMetadata, "properties", "size", "chunks", BytesStorageMetadata),
+    *(ChunkStorageMetadata, torch.Size, "offsets", "sizes"),
+    *(MetadataIndex, "fqn", "index", "offset", StorageInfo, "relative_path", "length"),
+)
+"""Classes and names of fields in the records. The memo has all of them before the first record is made."""
 
 _Fields = list["bytes | memoryview | Column"]
 """Pieces of a pickle: opcodes, equal in all records; columns of int64, a number in each record; or columns of uint32, a

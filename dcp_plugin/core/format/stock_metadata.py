@@ -177,7 +177,8 @@ def _checked(record: Any, nbytes: int) -> StockMetadata:
     if (of_box != np.repeat(ndim[of_chunk[is_tensor[of_chunk]]], 2)).any():
         raise ValueError("a chunk and its tensor differ in their dimensions")
     columns: dict[str, Column] = {
-        "dtype": dtype, "ndim": ndim.astype(np.uint8), "shape": shape, "chunk_ends": np.cumsum(counts), "box": box,
+        "dtype": dtype, "ndim": ndim.astype(np.uint8), "shape": shape, "box_ends": np.cumsum(counts),
+        "box_count": np.ones(counts.sum(), np.int32), "box": box,
     }  # fmt: skip
     paths, planner_data = _planner_data(attributes.get("planner_data"), keys, nbytes)
     table = KeyColumns(keys, dtype_names, paths, columns)
@@ -280,7 +281,7 @@ def _found(table: KeyColumns, items: list[Any]) -> Column:
         return numbers
 
     chunks_of = np.diff(table.chunk_starts)
-    for wanted_slots, chunks, boxes in table.by_ndim():
+    for wanted_slots, chunks, boxes in chain.from_iterable(map(table.by_ndim, table.stretches())):
         numbers, owners = numbers_of(boxes.shape[2]), np.repeat(wanted_slots, chunks_of[wanted_slots])
         order[chunks] = [numbers[row] for row in _rows(owners, boxes[:, 0])]
     return order

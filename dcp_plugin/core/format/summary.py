@@ -22,9 +22,9 @@ from dcp_plugin.core.format import INDEX, MOST_JSON, SUMMARY, json_object
 from dcp_plugin.core.paths import Where, as_path
 from dcp_plugin.core.types import VERSION
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Format version of this file. Raise it for a change to any file of a checkpoint: saves and deletions read no other."""
-INDEX_VERSION = 3
+INDEX_VERSION = 4
 """Format version of the index file."""
 _WITHOUT_HASH = (1, 2)
 """Format versions of summaries without ``sha256``, which end with ``format_version``."""

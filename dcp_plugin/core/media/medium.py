@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from dcp_plugin.core.format import Files
+from dcp_plugin.core.format import Files, Pieces
 from dcp_plugin.core.paths import ObjectPath, Where
 
 P = TypeVar("P", Path, ObjectPath)
@@ -355,7 +355,7 @@ class Medium(Protocol):
     def flush(self, directory: Where) -> None:
         """Make the names of this rank's files durable. Their bytes are durable already."""
 
-    def publish(self, reservation: Reservation[Any], files: Mapping[str, bytes] | None) -> None:
+    def publish(self, reservation: Reservation[Any], files: Mapping[str, bytes | Pieces] | None) -> None:
         """Add these files to a save, in this order, and give it its final name. An earlier checkpoint is replaced.
 
         All other files of the save are durable. The last of ``files`` commits the checkpoint. In a store, files without

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import pickle
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -24,6 +25,7 @@ from dcp_plugin.core.format.columns import (
     KeyColumns,
     KeyPath,
     flat_start,
+    grid_begins,
     in_all,
     in_cache,
     order_of,
@@ -57,14 +59,15 @@ class Share:
     """Factor of each of these chunks (:func:`~dcp_plugin.core.planning.replicas.weights_of`)."""
 
     def encode(self) -> bytes:
-        # A rank mostly writes consecutive chunks, so the differences are mostly 1 and compress to almost nothing.
-        return pack(
-            (_steps(self.chunk), self.part, self.offsets, self.sizes, _steps(self.replica), self.weight), level=6
-        )
+        # A rank mostly writes consecutive chunks, so the differences are mostly 1 and compress to almost nothing. The
+        # ranks of a mesh mostly get the same share, which is compressed once.
+        columns = self.part, self.offsets, self.sizes, self.weight
+        return _packed(_steps(self.chunk), _steps(self.replica), pickle.dumps(columns))
 
     @classmethod
     def decode(cls, data: bytes) -> Share:
-        steps, part, offsets, sizes, replica, weight = unpack(data)
+        steps, replica, columns = unpack(data)
+        part, offsets, sizes, weight = pickle.loads(columns)
         return cls(_from_steps(steps), part, offsets, sizes, _from_steps(replica), weight)
 
     def boxes(self, inventory: LocalInventory) -> tuple[Column, Column]:
@@ -103,11 +106,11 @@ class GlobalPlan:
         return order_of(self.rank, self.chunk)
 
     def shares(self, world_size: int) -> list[Share]:
-        order = self.order
+        order, cut = self.order, ~self.uncut
         shares = []
         written = np.split(order, np.searchsorted(self.rank[order], np.arange(1, world_size)))
         for rows, replicas in zip(written, self.replicas, strict=True):
-            part = np.flatnonzero(~self.uncut[rows])
+            part = np.flatnonzero(cut[rows])
             offsets, sizes = self.offsets[rows[part]], self.sizes[rows[part]]
             shares.append(Share(self.chunk[rows], part, offsets, sizes, *replicas))
         return shares
@@ -120,33 +123,67 @@ def make_global_plan(inventories: Sequence[LocalInventory]) -> GlobalPlan:
         CheckpointMismatch: Ranks disagree on a shape or dtype, or the chunks of all ranks do not make up a tensor.
     """
     keys = _Keys(inventories)
-    everything = _Rows.of(inventories, keys)
-    everything.check(keys)
-    # Any holder may write a box that is marked any_rank. For other boxes, the first holder writes.
-    may_write = everything.new | everything.any_rank
-    rows = everything.take(may_write, everything.new[may_write])
-    first = np.flatnonzero(rows.new)
-    boxes = rows.take(first, rows.new[first])
-    # A rank alone writes all boxes as they are, unless a box is too large for an item: nothing has to be balanced.
-    if len(inventories) == 1 and (product(boxes.sizes) * keys.itemsize[boxes.key] <= MAX_PAYLOAD).all():
-        table, uncut = keys.table(boxes.key, boxes.offsets, boxes.sizes), np.full(len(first), True)
-        no_replicas = [(np.empty(0, np.int32), np.empty(0, np.uint64))]
-        in_place = boxes.rank, boxes.chunk, uncut, boxes.offsets, boxes.sizes
-        return GlobalPlan(table, *in_place, keys.empty, keys.objects, no_replicas)
-    from dcp_plugin.core.planning.load_balance import HeldBoxes, assign  # needed if a box has several possible writers
-    from dcp_plugin.core.planning.replicas import weights_of
+    # The rows of a few keys at a time: those of all keys, 10^7 of them, would take the memory of the rest of a save.
+    plans = [_plan_keys(keys, group) for group in keys.groups()]
+    boxes, held, of_several = (_Rows.joined([rows[at] for *rows, _ in plans]) for at in range(3))
+    is_shared = np.concatenate([mask for *_, mask in plans])
+    del plans
+    key, rank, chunk, offsets, sizes = boxes.key, boxes.rank, boxes.chunk, boxes.offsets, boxes.sizes
+    del boxes
+    uncut, world_size = np.full(len(key), True), len(inventories)
+    if is_shared.any():
+        from dcp_plugin.core.planning.load_balance import HeldBoxes, assign  # needed if a box has several writers
 
-    # The rows of a box follow each other, and so do its possible writers: a box needs only its first row and a count.
-    holders = np.diff(first, append=len(rows.new))
-    held = HeldBoxes(boxes.sizes, keys.itemsize[boxes.key], first, holders, rows.rank)
-    parts = assign(held, boxes.key, _common_ties(everything, rows), len(inventories), MAX_PAYLOAD)
-    written = rows.take(first[parts.box] + parts.holder, rows.new)
-    offsets = written.offsets + parts.offsets
-    uncut = in_all(parts.sizes == written.sizes)
-    table = keys.table(written.key, offsets, parts.sizes)
-    of_rows = everything.rank, everything.chunk, everything.new, everything.is_replica
-    placed = written.rank, written.chunk, uncut, offsets, parts.sizes
-    return GlobalPlan(table, *placed, keys.empty, keys.objects, weights_of(*of_rows, len(inventories)))
+        shared, alone, ties = np.flatnonzero(is_shared), np.flatnonzero(~is_shared), keys.common_ties()
+        itemsize, first = keys.itemsize[key], np.flatnonzero(held.new)
+        # The rows of a box follow each other, and so do its possible writers: it needs only its first row and a count.
+        to_share = HeldBoxes(sizes[shared], itemsize[shared], first, np.diff(first, append=len(held.new)), held.rank)
+        loaded = alone[~np.isin(key[alone], list(ties))]
+        loads = np.bincount(rank[loaded], product(sizes[loaded]) * itemsize[loaded], world_size).astype(np.int64)
+        parts = assign(to_share, key[shared], ties, loads, MAX_PAYLOAD)
+        written = held.take(first[parts.box] + parts.holder)
+        order = np.argsort(np.concatenate((alone, shared[parts.box])), kind="stable")
+        key, rank, chunk, offsets, sizes, uncut = (
+            np.concatenate((of_boxes[alone], of_parts))[order]
+            for of_boxes, of_parts in (
+                (key, written.key),
+                (rank, written.rank),
+                (chunk, written.chunk),
+                (offsets, written.offsets + parts.offsets),
+                (sizes, parts.sizes),
+                (uncut, in_all(parts.sizes == written.sizes)),
+            )
+        )
+    replicas = [(np.empty(0, np.int32), np.empty(0, np.uint64))] * world_size
+    if len(of_several.rank):
+        from dcp_plugin.core.planning.replicas import weights_of
+
+        replicas = weights_of(of_several.rank, of_several.chunk, of_several.new, of_several.is_replica, world_size)
+    table = keys.table(key, offsets, sizes)
+    return GlobalPlan(table, rank, chunk, uncut, offsets, sizes, keys.empty, keys.objects, replicas)
+
+
+def _plan_keys(keys: _Keys, group: slice) -> tuple[_Rows, _Rows, _Rows, Column]:
+    """Return the boxes of some keys, the rows of shared boxes that may write, the rows of boxes on several ranks, and a
+    mask of the shared boxes.
+
+    A box is shared if several ranks may write it, or if it is too large for one item.
+    """
+    rows = _Rows.of(keys, group)
+    rows.check(keys, group)
+    holders = _lengths(rows.new)
+    of_several = rows.take(np.repeat(holders > 1, holders))
+    # Any holder may write a box that is marked any_rank. For other boxes, the first holder writes.
+    writers = rows.take(rows.new | rows.any_rank)
+    keys.note_ties(rows, writers)
+    boxes, counts = writers.take(writers.new), _lengths(writers.new)
+    is_shared = (counts > 1) | (product(boxes.sizes) * keys.itemsize[boxes.key] > MAX_PAYLOAD)
+    return boxes, writers.take(np.repeat(is_shared, counts)), of_several, is_shared
+
+
+def _lengths(new: Column) -> Column:
+    """Return the number of rows of each box, whose first row is marked."""
+    return np.diff(np.flatnonzero(new), append=len(new))
 
 
 class _Keys:
@@ -157,32 +194,67 @@ class _Keys:
         """Ranks by digest of their description; digests in the order of their lowest rank."""
         for rank, inventory in enumerate(inventories):
             self.ranks.setdefault(inventory.description.digest, []).append(rank)
-        self._described = [inventories[ranks[0]].description for ranks in self.ranks.values()]
+        self.described = [inventories[ranks[0]].description for ranks in self.ranks.values()]
         self.numbers: dict[str, int] = {}
         self._dtypes: dict[object, int] = {}
         self._paths: dict[str, KeyPath] = {}
-        self.width = max(description.shape.shape[1] for description in self._described)
-        self.number_in = [self._add(description) for description in self._described]
+        self.width = max(description.shape.shape[1] for description in self.described)
+        self.number_in = [self._add(description) for description in self.described]
+        self.offsets = [
+            np.stack([_widened(inventories[rank].offsets, self.width, 0) for rank in ranks])
+            for ranks in self.ranks.values()
+        ]
+        """Offsets of all chunks of the ranks of each description."""
         count = len(self.numbers)
         self.standing = self._best_standing(count)
         self.dtype, self.ndim = np.zeros(count, np.uint8), np.zeros(count, np.uint8)
         self.shape = np.ones((count, self.width), np.int64)
         stored_whole = np.zeros(count, bool)
         # In reverse: the lowest rank is the last to set a dtype and a shape, so that it decides.
-        reversed_descriptions = list(zip(reversed(self._described), reversed(self.number_in), strict=True))
+        reversed_descriptions = list(zip(reversed(self.described), reversed(self.number_in), strict=True))
         for description, numbers in reversed_descriptions:
             stored_whole[numbers[description.stored_whole]] = True
             self._take(description, numbers, np.full(len(numbers), True))
         # A rank that has a part of a tensor overrides ranks without one, whose shape and dtype may be placeholders.
         for description, numbers in reversed_descriptions:
             self._take(description, numbers, self._counts(description, numbers))
-        for description, numbers, ranks in zip(self._described, self.number_in, self.ranks.values(), strict=True):
+        for description, numbers, ranks in zip(self.described, self.number_in, self.ranks.values(), strict=True):
             self._check(description, numbers, ranks[0])
         sizes = np.zeros(NO_TENSOR + 1, np.int64)
         sizes[: len(self._dtypes)] = [dtype.itemsize for dtype in self._dtypes]  # type: ignore[attr-defined]
         self.itemsize = np.where(stored_whole, 0, sizes[self.dtype])  # with size 0, balance_load never cuts the box
         self.empty = [key for key, number in self.numbers.items() if self.standing[number] == Standing.EMPTY_MAPPING]
         self.objects = self._objects()
+        self._rows, self._writers, self._ties = np.zeros(count, np.int64), np.zeros(count, np.int64), dict[int, int]()
+
+    def groups(self) -> list[slice]:
+        """Return the numbers of the keys in groups, each with about :data:`_ROWS` rows."""
+        rows = np.zeros(len(self.numbers), np.int64)
+        for ranks, description, numbers in zip(self.ranks.values(), self.described, self.number_in, strict=True):
+            rows += len(ranks) * np.bincount(numbers[description.key], minlength=len(rows))
+        groups = in_cache(np.arange(len(rows)), rows, _ROWS)
+        return [slice(int(group[0]), int(group[-1]) + 1) for group in groups] or [slice(0, 0)]
+
+    def note_ties(self, rows: _Rows, writers: _Rows) -> None:
+        """Note the ties of some keys, given their rows and the possible writers among these."""
+        for counts, selection in ((self._rows, rows), (self._writers, writers)):
+            counts += np.bincount(selection.key, minlength=len(counts))
+        for key in np.unique(rows.key[rows.tie >= 0]).tolist():
+            firsts = rows.tie[slice(*np.searchsorted(rows.key, (key, key + 1)))]
+            if (firsts == firsts[0]).all():
+                self._ties[key] = int(firsts[0])
+
+    def common_ties(self) -> dict[int, int]:
+        """Return a dict from each tied key to the first key with the same memory.
+
+        A pair counts only if both keys are tied on every rank that has a part of either.
+        """
+        # Equal counts of rows, of all rows and of possible writers, show that no rank has a part of one key alone.
+        return {
+            key: first
+            for key, first in self._ties.items()
+            if self._rows[key] == self._rows[first] and self._writers[key] == self._writers[first]
+        }
 
     def _best_standing(self, count: int) -> Column:
         """Return for each key the standing of the entries that count.
@@ -190,15 +262,15 @@ class _Keys:
         It is :data:`_HIDDEN` for an empty entry if other ranks have keys below it.
         """
         standing = np.full(count, _HIDDEN, np.uint8)
-        for description, numbers in zip(self._described, self.number_in, strict=True):
+        for description, numbers in zip(self.described, self.number_in, strict=True):
             of_parts = np.where(_has_chunks(description), description.standing, _PARTLESS)
             standing[numbers] = np.minimum(standing[numbers], of_parts)
         standing[standing == _PARTLESS] = Standing.HOLDS  # a misfit, which the check of boxes reports
-        if len(self._described) > 1:  # on one rank, no key is below another
+        if len(self.described) > 1:  # on one rank, no key is below another
             held_by = sum(np.bincount(numbers, minlength=count) for numbers in self.number_in)
-            doubtful = (standing >= Standing.EMPTY) & (held_by < len(self._described))
+            doubtful = (standing >= Standing.EMPTY) & (held_by < len(self.described))
             keys = [key for key, number in self.numbers.items() if doubtful[number]]
-            per_rank = {name for description in self._described for name in description.per_rank}
+            per_rank = {name for description in self.described for name in description.per_rank}
             standing[[self.numbers[key] for key in above_others(keys, self.numbers, per_rank)]] = _HIDDEN
         return standing
 
@@ -212,7 +284,7 @@ class _Keys:
 
     def _objects(self) -> dict[str, tuple[str, str]]:
         objects: dict[str, tuple[str, list[str]]] = {}
-        for description in self._described:
+        for description in self.described:
             for name, (kind, kind_of_optimizer) in description.objects.items():
                 classes = objects.setdefault(name, (kind, []))[1]
                 if kind_of_optimizer and kind_of_optimizer not in classes:
@@ -260,12 +332,14 @@ class _Keys:
         if not stored.all():
             keys = [key for key, number in self.numbers.items() if stored[number]]
             paths = {key: path for key, path in paths.items() if stored[self.numbers[key]]}
+        row = grid_begins(key, offsets, sizes, self.shape)
         columns = {
             "dtype": self.dtype[stored],
             "ndim": self.ndim[stored],
             "shape": ragged([self.shape[stored]], self.ndim[stored]),
-            "chunk_ends": np.cumsum(np.bincount(key, minlength=len(self.numbers))[stored]),
-            "box": ragged([offsets, sizes], self.ndim[key]),
+            "box_ends": np.cumsum(np.bincount(key[row], minlength=len(self.numbers))[stored]),
+            "box_count": np.diff(row, append=len(key)).astype(np.int32),
+            "box": ragged([offsets[row], sizes[row]], self.ndim[key[row]]),
         }
         dtypes = [str(dtype).removeprefix("torch.") for dtype in self._dtypes]
         return KeyColumns(keys, dtypes, paths, columns)
@@ -283,50 +357,57 @@ class _Rows:
     any_rank: Column
     is_replica: Column
     tie: Column
-    new: Column  # the last field: take() does not select from it
+    new: Column
 
     @classmethod
-    def of(cls, inventories: Sequence[LocalInventory], keys: _Keys) -> _Rows:
+    def joined(cls, parts: Sequence[_Rows]) -> _Rows:
+        return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
+
+    @classmethod
+    def of(cls, keys: _Keys, group: slice) -> _Rows:
+        """Return the rows of a group of keys."""
         columns: list[list[Column]] = []
-        for ranks, numbers in zip(keys.ranks.values(), keys.number_in, strict=True):
-            description = inventories[ranks[0]].description
+        of_descriptions = zip(keys.ranks.values(), keys.described, keys.number_in, keys.offsets, strict=True)
+        for ranks, description, numbers, offsets_of_ranks in of_descriptions:
             numbers = numbers.astype(np.int32)
             # A tie of -1 (no tie) selects the -1 that is appended at the end.
             tie = np.append(numbers, np.int32(-1))[description.tie]
-            chunk = np.flatnonzero(keys.rows_of(description, numbers)[description.key]).astype(np.int32)
+            is_chosen = keys.rows_of(description, numbers) & (numbers >= group.start) & (numbers < group.stop)
+            chunk = np.flatnonzero(is_chosen[description.key]).astype(np.int32)
             key = description.key[chunk]
             of_key = (column[key] for column in (description.any_rank, description.is_replica, tie))
             described = (_widened(description.sizes, keys.width, 1)[chunk], numbers[key], chunk, *of_key)
             repeated = [np.repeat(column, len(ranks), axis=0) for column in described]
             # Chunk by chunk, not rank by rank: this is the sorted order if all ranks hold the same keys in one order.
-            offsets = np.stack([_widened(inventories[rank].offsets, keys.width, 0)[chunk] for rank in ranks], axis=1)
+            offsets = offsets_of_ranks.take(chunk, axis=1).transpose(1, 0, 2)
             of_rank = np.tile(np.array(ranks, np.int32), len(chunk))
             columns.append([of_rank, offsets.reshape(len(of_rank), keys.width), *repeated])
         joined = columns[0] if len(columns) == 1 else map(np.concatenate, zip(*columns, strict=True))
         rank, offsets, sizes, key, chunk, any_rank, is_replica, tie = joined
         start = flat_start(offsets, keys.shape, key)
-        rows = cls(key, rank, chunk, offsets, sizes, any_rank, is_replica, tie, np.empty(0))
+        rows = cls(key, rank, chunk, offsets, sizes, any_rank, is_replica, tie, np.empty(len(key), bool))
         if not _sorted(key, start, rank):  # a pass per column, which spares the sort of rows that are in order
             order = order_of(key, start, rank)
-            rows, start = rows.take(order, rows.new), start[order]
+            rows, start = rows.take(order), start[order]
         new = (np.diff(rows.key, prepend=-1) != 0) | (np.diff(start, prepend=-1) != 0)
         return replace(rows, new=new)
 
-    def take(self, rows: Column, new: Column) -> _Rows:
-        """Return the selected rows with new marks."""
+    def take(self, rows: Column) -> _Rows:
+        """Return the selected rows."""
         if rows.dtype == bool:
+            if rows.all():  # no column is copied
+                return self
             rows = np.flatnonzero(rows)
-        if np.array_equal(rows, np.arange(len(self.key))):  # all rows: no column is copied
-            return replace(self, new=new)
-        return replace(self, **{field.name: getattr(self, field.name)[rows] for field in fields(self)[:-1]}, new=new)
+        return _Rows(*(getattr(self, field.name)[rows] for field in fields(self)))
 
-    def check(self, keys: _Keys) -> None:
-        """Check that the ranks' boxes cover every tensor, and that different boxes do not overlap."""
-        numbers = np.arange(len(keys.numbers))
+    def check(self, keys: _Keys, group: slice) -> None:
+        """Check that the ranks' boxes cover every tensor of the group, and that different boxes do not overlap."""
+        numbers = np.arange(group.start, group.stop)
         starts = np.searchsorted(self.key, numbers)
         ends = np.append(starts[1:], len(self.key))
-        for group in in_cache(numbers, ends - starts):  # groups of keys whose rows fit into the processor's cache
-            self._check(keys, slice(group[0], group[-1] + 1), slice(starts[group[0]], ends[group[-1]]))
+        for some in in_cache(numbers, ends - starts):  # their rows fit into the processor's cache
+            first, last = some[0] - group.start, some[-1] - group.start
+            self._check(keys, slice(some[0], some[-1] + 1), slice(starts[first], ends[last]))
 
     def _check(self, keys: _Keys, key_range: slice, rows: slice) -> None:
         """Check a range of keys and the rows of these keys."""
@@ -350,22 +431,6 @@ class _Rows:
             )
 
 
-def _common_ties(rows: _Rows, writers: _Rows) -> dict[int, int]:
-    """Return a dict from each tied key to the first key with the same memory.
-
-    A pair counts only if both keys are tied on every rank that has a part of either.
-    """
-    # Equal counts of rows, of all rows and of possible writers, show that no rank has a part of one key alone.
-    counts = np.stack([np.bincount(selection.key) for selection in (rows, writers)])
-    tied = np.flatnonzero(rows.tie >= 0)
-    ties: dict[int, int] = {}
-    for key in np.unique(rows.key[tied]).tolist():
-        firsts = rows.tie[slice(*np.searchsorted(rows.key, (key, key + 1)))]
-        if (firsts == firsts[0]).all() and (counts[:, key] == counts[:, firsts[0]]).all():
-            ties[key] = int(firsts[0])
-    return ties
-
-
 def _sorted(*columns: Column) -> bool:
     """Return whether rows are in ascending order of the columns; the first column is the primary key."""
     # A row is in order if the first column rises, or if it stays and the columns behind it rise.
@@ -376,6 +441,8 @@ def _sorted(*columns: Column) -> bool:
     return bool(rising.all())
 
 
+_ROWS = 1 << 18
+"""Rows that are planned at a time."""
 _HIDDEN, _PARTLESS = 255, 254
 """Marks in place of a standing: no rank writes anything under the key; no rank has a part of the tensor."""
 
@@ -405,6 +472,11 @@ def _has_below(front: str, ordered: list[str], is_per_rank: bool) -> bool:
             return True
         at += 1
     return False
+
+
+@functools.lru_cache(maxsize=64)
+def _packed(*pieces: bytes) -> bytes:
+    return pack(pieces, level=6)
 
 
 def _steps(numbers: Column) -> bytes:

@@ -123,26 +123,27 @@ class BoxParts:
         return cls(*(column[order] for column in columns))
 
 
-def assign(held: HeldBoxes, key_of_box: Ints, ties: Mapping[int, int], world_size: int, max_bytes: int) -> BoxParts:
+def assign(held: HeldBoxes, key_of_box: Ints, ties: Mapping[int, int], loads: Ints, max_bytes: int) -> BoxParts:
     """Assign each box, or parts that together are the box, to its holders.
 
     Args:
         ties: Each tied key -> the first key with the same memory, which has as many boxes on the same ranks.
+        loads: Bytes that each rank writes of other boxes.
         max_bytes: Bytes of the largest part.
     """
-    parts = _balance_without(held, np.isin(key_of_box, list(ties)), world_size, max_bytes)
+    parts = _balance_without(held, np.isin(key_of_box, list(ties)), loads, max_bytes)
     return _with_ties(parts, key_of_box, ties)
 
 
-def _balance_without(held: HeldBoxes, skipped: Column, world_size: int, max_bytes: int) -> BoxParts:
+def _balance_without(held: HeldBoxes, skipped: Column, loads: Ints, max_bytes: int) -> BoxParts:
     """Balance all boxes that ``skipped`` does not mark."""
     if not skipped.any():
-        return balance_load(held, world_size, max_bytes)
+        return balance_load(held, loads, max_bytes)
     kept = np.flatnonzero(~skipped)
     count = held.count[kept]
     ranks = held.ranks[ranges(held.first[kept], count)]
     fewer = HeldBoxes(held.sizes[kept], held.itemsize[kept], np.cumsum(count) - count, count, ranks)
-    parts = balance_load(fewer, world_size, max_bytes)
+    parts = balance_load(fewer, loads, max_bytes)
     return BoxParts(kept[parts.box], parts.holder, parts.offsets, parts.sizes)
 
 
@@ -169,16 +170,16 @@ def _with_ties(parts: BoxParts, key_of_box: Ints, ties: Mapping[int, int]) -> Bo
     return BoxParts.joined(parts, *copies)
 
 
-def balance_load(held: HeldBoxes, world_size: int, max_bytes: int) -> BoxParts:
-    """Assign each box, or parts that together are the box, to holders. No part is larger than ``max_bytes``."""
+def balance_load(held: HeldBoxes, loads: Ints, max_bytes: int) -> BoxParts:
+    """Assign each box, or parts that together are the box, to holders. No part is larger than ``max_bytes``. ``loads``
+    are the bytes that each rank has been assigned already."""
     nbytes = held.nbytes
     holder = np.zeros(len(nbytes), np.int64)
     cuts: Cuts = {}
-    loads = np.zeros(world_size, np.int64)
     alone = held.count == 1
     # bincount sums in floating point, which is exact here: no rank writes 2^53 bytes.
-    loads += np.bincount(held.ranks[held.first[alone]], nbytes[alone], world_size).astype(np.int64)
-    for tape in _tapes(held, world_size):
+    loads = loads + np.bincount(held.ranks[held.first[alone]], nbytes[alone], len(loads)).astype(np.int64)
+    for tape in _tapes(held, len(loads)):
         holders = held.ranks[held.first[tape[0]] :][: held.count[tape[0]]]
         small = tape[nbytes[tape] < MIN_SPLIT]
         large = tape[nbytes[tape] >= MIN_SPLIT]

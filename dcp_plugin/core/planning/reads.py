@@ -93,11 +93,12 @@ class ReadPlanner:
         names = [self._stored[key] for key, _ in wanted]
         slots = np.array([index.slots[name] for name in names], np.int64)
         starts = table.chunk_starts[slots]
-        numbers, counts = np.zeros(len(slots), np.int64), table.chunk_starts[slots + 1] - starts
+        counts = table.chunk_starts[slots + 1] - starts
+        numbers = np.where(counts > 0, 0, -1)  # a damaged index may have a key without chunks
         for at in np.flatnonzero(counts > 1).tolist():
             numbers[at] = _number_of(wanted[at][1].chunks[0], *table.boxes_of(slots[at]))
         rows = starts + numbers
-        place = index.columns["place"][rows]
+        place = index.columns["place"][np.maximum(index.places.rows_of(rows)[0], 0)]
         lengths = np.where((place[:, 2] >= 0) & (place[:, 3] <= LARGEST_CHUNK) & (numbers >= 0), place[:, 3], 0)
         dtypes = [*table.torch_dtypes, *[None] * (NO_TENSOR + 1 - len(table.dtypes))]
         candidates = zip(

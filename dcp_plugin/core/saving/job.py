@@ -330,7 +330,7 @@ class SavePipeline:
         def combine_parts(parts: list[WrittenPart]) -> None:
             global_plan = plan.rank_plan.global_plan
             assert global_plan is not None, "rank 0 has made it"
-            places = Places.joined([part.places for part in parts]).take(in_table_order(global_plan))
+            places = Places.merged([part.places for part in parts], in_table_order(global_plan))
             index = CheckpointIndex.of(global_plan.table, places, publication.file_sizes())
             index.left_out, index.rounded = dict(staged.left_out), dict(staged.rounded)
             index.empty = [key for key in global_plan.empty if key in index]

@@ -14,6 +14,7 @@ import uuid
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_plugin.core.errors import SaveFailed, UnsafeCheckpoint
-from dcp_plugin.core.format import DATA_SUFFIX, INDEX, METADATA, SUMMARY, index_file
+from dcp_plugin.core.format import DATA_SUFFIX, INDEX, METADATA, SUMMARY, Pieces, index_file
 from dcp_plugin.core.format import metadata as dcp_metadata
 from dcp_plugin.core.format.index import NO_TENSOR, CheckpointIndex, Places
 from dcp_plugin.core.format.metadata import Aliases, Views
@@ -219,7 +220,7 @@ def recorded_time(seen: float, now: float) -> float:
 
 def compose(
     path: Where, meta: StorageMeta, index: CheckpointIndex, facts: Facts, extra_files: Collection[str], saved: float
-) -> tuple[dict[str, bytes], Summary]:
+) -> tuple[dict[str, bytes | Pieces], Summary]:
     """Return the files that turn data files into a checkpoint, in the order of their writing, and the summary.
 
     Args:
@@ -241,7 +242,7 @@ def compose(
             f"cannot save {path}: the planner_data that the planner has put into the metadata is {error}. "
             f"Make it plain (numbers, text, lists, dicts, tensors)."
         ) from error
-    for_stock = dcp_metadata.encode(dcp_metadata.with_aliases(index, facts.aliases), meta)
+    for_stock = Pieces(partial(dcp_metadata.pieces, dcp_metadata.with_aliases(index, facts.aliases), meta))
     values = int((index.table.columns["dtype"] == NO_TENSOR).sum())
     summary = Summary(
         step=facts.step,
@@ -251,7 +252,7 @@ def compose(
         values=values,
         payload_bytes=index.payload_bytes,
         index_sha256=fingerprint(encoded),
-        metadata_sha256=fingerprint(for_stock),
+        metadata_sha256=for_stock.sha256,
         save_id=str(meta.save_id),
         kinds=dict(facts.kinds),
         optimizers=dict(facts.optimizers),

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Self
 
-import numpy as np
 import torch
 
 from dcp_plugin.core.errors import CheckpointError, CheckpointMismatch, UnsafeCheckpoint, logger
@@ -243,7 +242,7 @@ class CheckpointReader:
         index, rows = self.index, [read.number for read in itertools.chain(plan.boxes, plan.chunks)]
         for key in itertools.chain(plan.values.values(), keys):
             rows += index.rows_of(key)
-        numbers = index.columns["file"][np.array(rows, np.int64)]
+        _, numbers = index.places.rows_of(rows)
         return {index.file_names[number] for number in set(numbers.tolist())}
 
     def _box(self, read: BoxRead) -> _Box:

@@ -179,18 +179,17 @@ def batches_of_chunks(
         return
     # Sort by file and position, find the places where a batch must end, and take the hashes of all chunks at once.
     rows = np.array([chunk.number for chunk in chunks], np.int64)
-    columns = index.columns
-    order = np.lexsort((columns["place"][rows, 0], columns["file"][rows]))
+    row, file = index.places.rows_of(rows)
+    order = np.lexsort((index.columns["place"][row, 0], file))
     rows = rows[order]
     in_order = [chunks[at] for at in order.tolist()]
-    number, place = columns["file"][rows], columns["place"][rows]
+    number, place = file[order], index.columns["place"][row[order]]
     lengths, begins = place[:, 3], place[:, 0] + place[:, 2]
     ends = begins + lengths
     gaps = begins[1:] - ends[:-1]
     apart = [True, *((number[1:] != number[:-1]) | (gaps < 0) | (gaps > cost.gap)).tolist()]
-    block_starts = index.places.block_starts
-    starts = block_starts[rows]
-    counts = (block_starts[rows + 1] - starts) * verify
+    starts, counts = index.places.hashes_of(rows)
+    counts = counts * verify
     hashes = index.columns["hash"][ranges(starts, counts)].tolist()
     stops = [0, *np.cumsum(counts).tolist()]
     begin_of, end_of = begins.tolist(), ends.tolist()

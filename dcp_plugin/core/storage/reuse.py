@@ -296,9 +296,8 @@ def _linkable_keys(index: CheckpointIndex) -> set[str]:
     """Return the keys with chunks in files that are meant to be linked."""
     # Over columns, since a checkpoint may have a million chunks: rows of linkable files, then the slot of each row.
     is_linkable = np.array([name in index.linkable for name in index.file_names], bool)
-    chunks = np.flatnonzero(is_linkable[index.columns["file"]])
-    slots = index.columns["chunk_ends"].searchsorted(chunks, "right")
-    return {index.table.keys[slot] for slot in slots.tolist()}
+    chunks = np.flatnonzero(is_linkable[index.places.by_item.file])
+    return {index.table.keys[slot] for slot in set(index.table.slots_of(chunks).tolist())}
 
 
 def _hash(location: Location) -> bytes:

@@ -69,9 +69,9 @@ class ItemsCheck(FileCheck):
     def __init__(self, index: CheckpointIndex, name: str, where: str) -> None:
         super().__init__()
         self._index, self._name, self._where = index, name, where
-        chunks = np.flatnonzero(index.columns["file"] == index.file_names.index(name))
+        chunks, rows = index.places.items_in(index.file_names.index(name))
         # Items with equal bytes share a place, which is checked once.
-        begins, first = np.unique(index.columns["place"][chunks, 0], return_index=True)
+        begins, first = np.unique(index.columns["place"][rows, 0], return_index=True)
         self._coming = deque(zip(begins.tolist(), chunks[first].tolist(), strict=True))
         """Begin and chunk of each item that begins at the position or after it."""
         self._size = index.files[name]
@@ -118,7 +118,7 @@ class ItemsCheck(FileCheck):
         return None
 
     def _key_of(self, chunk: int) -> str:
-        return self._index.table.keys[int(np.searchsorted(self._index.columns["chunk_ends"], chunk, side="right"))]
+        return self._index.table.keys[int(self._index.table.slots_of(chunk))]
 
     def unread(self) -> str:
         if not self._at:

@@ -223,7 +223,7 @@ def _write_file(
         (start, item.length, item.payload_offset, item.payload_length)
         for start, item in zip(starts, items, strict=True)
     ]
-    return Places(
+    return Places.of_items(
         [name],
         np.zeros(len(items), np.int32),
         np.array(place, np.int64).reshape(-1, 4),

@@ -129,11 +129,21 @@ def _drop(column: str) -> Callable[[Columns, dict[str, str]], None]:
 
 def _overlap(columns: Columns, about: dict[str, str]) -> None:
     """The tensor in two chunks, the second of which covers the first once more."""
-    for name, rows in (("place", [[0, 8, 0, 16]] * 2), ("file", [0, 0]), ("frame", [0, 0])):
-        columns[name] = np.array([*rows, *columns[name][1:].tolist()], columns[name].dtype)
+    for name in ("file_step", "item_count", "box_count", "file", "frame"):
+        columns[name] = np.concatenate((columns[name][:1], columns[name]))
+    columns["place"] = np.array([*[[0, 16, 0, 16]] * 2, *columns["place"][1:].tolist()])
     columns["box"] = np.array([0, 2, 0, 2, *columns["box"][2:].tolist()])
-    columns["chunk_ends"] = columns["chunk_ends"] + 1
-    columns["place"][:2, 1] = 16
+    columns["box_ends"] = columns["box_ends"] + 1
+
+
+def _repeat(row: int, count: int, file_step: int = 0) -> Callable[[Columns, dict[str, str]], None]:
+    """A row that stands for ``count`` chunks."""
+
+    def change(columns: Columns, about: dict[str, str]) -> None:
+        columns["box_count"][row] = columns["item_count"][row] = count
+        columns["file_step"][row] = file_step
+
+    return change
 
 
 FORGERIES = {
@@ -154,9 +164,16 @@ FORGERIES = {
     "file number out of range": (_set("file", 0, 7), "does not list"),
     "huge key table": (_set("key_ends", 0, 1 << 40), "does not count up"),
     "columns of different length": (_drop("ndim"), "differ in length"),
+    "more boxes than cells": (_repeat(0, 2), "outside its shape"),
+    "more boxes than items": (_set("box_count", 0, 2), "another number of boxes than of items"),
+    "a row without boxes": (_repeat(0, 0), "another number of boxes than of items"),
+    "a billion chunks": (_repeat(0, 1 << 30), "more items than hashes"),
+    "items in files beyond the last": (_repeat(0, 2, file_step=1), "does not list"),
+    "items in files before the first": (_repeat(0, 2, file_step=-1), "does not list"),
+    "no hashes": (lambda columns, about: columns.update(hash=columns["hash"][:0]), "another number of blocks"),
     "fewer hashes than blocks": (_drop("hash"), "another number of blocks"),
-    "a future format": (_about("format_version", "3", "9"), "Upgrade"),
-    "a former format": (_about("format_version", "3", "1"), "Stock's torch.distributed.checkpoint.load"),
+    "a future format": (_about("format_version", "4", "9"), "Upgrade"),
+    "a former format": (_about("format_version", "4", "3"), "Stock's torch.distributed.checkpoint.load"),
     "path that is no path": (lambda columns, about: about.update(paths='{"a": [{"x": 1}]}'), "key path"),
     "no metadata": (lambda columns, about: about.clear(), "format"),
     "missing column": (lambda columns, about: columns.pop("box"), "damaged"),

@@ -267,7 +267,7 @@ def _forge(path: Path, model: nn.Module) -> None:
     index = index_file.decode((path / INDEX).read_bytes(), dcp_sha(path), str(path / INDEX))
     hashes = index.columns["hash"].copy()
     for key, slot in index.slots.items():
-        first = index.places.block_starts[index.table.chunk_starts[slot]]
+        first, _ = index.places.hashes_of(index.table.chunk_starts[slot])
         right = hashes_in(memory_view(model.get_parameter(key.removeprefix("model.")).detach()))
         hashes[first : first + len(right)] = right
     index.columns["hash"] = hashes

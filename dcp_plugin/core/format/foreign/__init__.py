@@ -136,7 +136,8 @@ class Contents:
             "dtype": np.array([*map(numbers.__getitem__, dtypes), *(NO_TENSOR for _ in placeholders)], np.uint8),
             "ndim": np.array([*map(len, shapes), *placeholders], np.uint8),
             "shape": np.array(list(chain.from_iterable(shapes)), np.int64),
-            "chunk_ends": np.cumsum(counts, dtype=np.int64),
+            "box_ends": np.cumsum(counts, dtype=np.int64),
+            "box_count": np.ones(sum(counts), np.int32),
             "box": np.array(list(chain.from_iterable(boxes)), np.int64),
         }
         keys = [*self.views, *self.parts, *self.values]

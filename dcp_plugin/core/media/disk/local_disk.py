@@ -30,7 +30,7 @@ from typing import Literal, cast
 import numpy as np
 
 from dcp_plugin.core.errors import SaveFailed
-from dcp_plugin.core.format import DATA_SUFFIX
+from dcp_plugin.core.format import DATA_SUFFIX, Pieces
 from dcp_plugin.core.media import lease
 from dcp_plugin.core.media.disk import commit, posix
 from dcp_plugin.core.media.disk.local_files import LocalFiles, PinnedFiles, link_file
@@ -96,7 +96,7 @@ class LocalDisk:
     ) -> BlockFile:
         return BlockFile(directory / name, size, self.direct_io, wrote)
 
-    def publish(self, reservation: Reservation[Path], files: Mapping[str, bytes] | None) -> None:
+    def publish(self, reservation: Reservation[Path], files: Mapping[str, bytes | Pieces] | None) -> None:
         if files is None:
             commit.publish_file(reservation)
             return
@@ -104,7 +104,7 @@ class LocalDisk:
             path = reservation.directory / name
             path.parent.mkdir(exist_ok=True)
             with open(path, "xb") as file:
-                file.write(data)
+                file.writelines([data] if isinstance(data, bytes) else data)
         posix.sync_tree(reservation.directory, but=DATA_SUFFIX)  # with what others have added
         commit.publish(reservation)
 

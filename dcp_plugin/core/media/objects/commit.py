@@ -46,6 +46,7 @@ from dcp_plugin.core.format import (
     NUMBERED,
     PACKED,
     SUMMARY,
+    Pieces,
     has_traces,
     is_of_other_tool,
     is_own,
@@ -303,8 +304,8 @@ def _refuse_to_replace_other_things(
     return False
 
 
-def publish(reservation: Reservation[ObjectPath], files: Mapping[str, bytes] | None) -> None:
-    """Put the tables of contents, ``.metadata`` last.
+def publish(reservation: Reservation[ObjectPath], files: Mapping[str, bytes | Pieces] | None) -> None:
+    """Put the tables of contents, ``.metadata`` last. One request takes each, so that they are in memory.
 
     Raises:
         SaveFailed: Another save to the path was published since this one began, or this one was declared dead.
@@ -319,10 +320,10 @@ def publish(reservation: Reservation[ObjectPath], files: Mapping[str, bytes] | N
         return
     beside = {name: data for name, data in files.items() if name not in (METADATA, SUMMARY)}
     for name, data in beside.items():
-        client.put(key_of(final, f"{PACKED}{token}/{name}"), data)
+        client.put(key_of(final, f"{PACKED}{token}/{name}"), bytes(data))
     held = _held[reservation.token]
     _refuse_if_taken_for_dead(held)
-    _commit(reservation, packed(files[METADATA], files[SUMMARY], token), token)
+    _commit(reservation, packed(bytes(files[METADATA]), bytes(files[SUMMARY]), token), token)
     if held.tag is None:
         _undo_if_taken_for_dead(held)
     if held.replaces_file:
@@ -331,15 +332,15 @@ def publish(reservation: Reservation[ObjectPath], files: Mapping[str, bytes] | N
     _let_go(reservation)
 
 
-def _publish_of_others(reservation: Reservation[ObjectPath], files: Mapping[str, bytes]) -> None:
+def _publish_of_others(reservation: Reservation[ObjectPath], files: Mapping[str, bytes | Pieces]) -> None:
     """Put the last files of a checkpoint of another tool."""
     held = _held[reservation.token]
     _refuse_if_taken_for_dead(held)
     for name, data in files.items():
         if name == METADATA:
-            _commit(reservation, data, "")
+            _commit(reservation, bytes(data), "")
         else:
-            client_of(reservation.final).put(key_of(reservation.final, name), data)
+            client_of(reservation.final).put(key_of(reservation.final, name), bytes(data))
     _let_go(reservation)
 
 
