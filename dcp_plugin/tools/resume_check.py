@@ -85,6 +85,7 @@ class ResumeCheck:
     compared: set[str] = field(default_factory=set)
     differences: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))  # cause -> keys
     failure: str = ""
+    unused: set[str] | None = None  # names in the checkpoint that no load has taken
     report: LoadReport | None = None
     prepare: Callable[[Any], Mapping[str, Any]] = dict  # state of a user -> objects under the names of the checkpoint
 
@@ -112,8 +113,8 @@ class ResumeCheck:
         yield lambda: delivered.update(self._attempt(lambda: marks_of(fitted.targets)) or {})
         self._attempt(lambda: self._note(delivered, before or {}, fitted, state, ranks))
         names = {key.partition(".")[0] for key in (*fitted.match.stored.values(), *fitted.opened.objects, "extra")}
-        if unused := {key.partition(".")[0] for key in stored} - names:
-            self.failure = self.failure or f"no object of the state takes {some(sorted(unused))} of the checkpoint"
+        unused = {key.partition(".")[0] for key in stored} - names
+        self.unused = unused if self.unused is None else self.unused & unused  # a resume may load in parts
 
     def _attempt(self, work: Callable[[], Any]) -> Any:
         """Return the result of ``work``. A failure ends the comparison, but not the resume."""
@@ -270,7 +271,8 @@ class ResumeCheck:
         lines = [f"{cause}: {some(keys)}" for cause, keys in unexpected.items() if keys]
         marks = [self.sizes[key] for key in self.compared & self.sizes.keys()]
         sizes = sum(mark.hashed for mark in marks), sum(mark.nbytes for mark in marks)
-        return lines, [self.failure] if self.failure else [], (len(self.compared), len(self.sizes), *sizes)
+        unused = f"no object of the state takes {some(sorted(self.unused))} of the checkpoint" if self.unused else ""
+        return lines, [*filter(None, (self.failure, unused))], (len(self.compared), len(self.sizes), *sizes)
 
     def _is_expected(self, key: str) -> bool:
         return any(fnmatchcase(text, glob) for glob in self.expected for text in (key, key.rpartition(".")[2]))
