@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -42,14 +42,13 @@ from dcp_plugin.core.tensors._torch_modules import has_own_state_dict, has_post_
 from dcp_plugin.core.tensors.host_memory import is_plain_memory, memory_view
 from dcp_plugin.core.types import OfEachRank, ShardedValue
 
-NOT_RESTORED, CONVERTED = "not restored", "converted by the load to a dtype of fewer bits"
-OVERWRITTEN, REINITIALISED = "overwritten after the restore", "reinitialised after the restore"
-SHIFTED = "stepped once more after the restore"
+NOT_RESTORED, OVERWRITTEN = "not restored", "overwritten after the restore"
+REINITIALISED, SHIFTED = "reinitialised after the restore", "stepped once more after the restore"
 
 _MOST_NAMED = 100  # keys of one cause that a rank sends to the others
 _PIECE, _PIECES = 4096, 16  # bytes of a piece of a sample, and pieces of a large tensor
 _COUNTERS = ("step", "last_epoch", "_step_count")
-_ZEROS = {repr(value) for value in (0, 0.0, False, None, [], (), "")}
+_ZEROS = {"0", "0.0", "False", "None", "[]", "()", "''"}
 
 
 class Mark(NamedTuple):
@@ -86,6 +85,7 @@ class ResumeCheck:
     compared: set[str] = field(default_factory=set)
     differences: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))  # cause -> keys
     failure: str = ""
+    unused: set[str] | None = None  # names in the checkpoint that no load has taken
     report: LoadReport | None = None
     prepare: Callable[[Any], Mapping[str, Any]] = dict  # state of a user -> objects under the names of the checkpoint
 
@@ -105,11 +105,16 @@ class ResumeCheck:
             on_delivery.reset(token)
 
     @contextmanager
-    def _delivering(self, state: Mapping[str, Any], fitted: FittedLoad, ranks: Ranks) -> Iterator[Callable[[], None]]:
+    def _delivering(
+        self, state: Mapping[str, Any], fitted: FittedLoad, ranks: Ranks, stored: Collection[str]
+    ) -> Iterator[Callable[[], None]]:
         delivered: Marks = {}
         before = self._attempt(lambda: _marks_before(fitted))
         yield lambda: delivered.update(self._attempt(lambda: marks_of(fitted.targets)) or {})
         self._attempt(lambda: self._note(delivered, before or {}, fitted, state, ranks))
+        names = {key.partition(".")[0] for key in (*fitted.match.stored.values(), *fitted.opened.objects, "extra")}
+        unused = {key.partition(".")[0] for key in stored} - names
+        self.unused = unused if self.unused is None else self.unused & unused  # a resume may load in parts
 
     def _attempt(self, work: Callable[[], Any]) -> Any:
         """Return the result of ``work``. A failure ends the comparison, but not the resume."""
@@ -129,7 +134,7 @@ class ResumeCheck:
         own_code = {name for name, adapter in adapters.items() if _transforms(adapter, fitted)}
         is_known = all(adapters[name].kind != "stateful" or _is_known(adapters[name]) for name in own_code)
         live = Live.of(state, ranks, own_code if is_known else adapters)
-        rest = Live({name: adapters[name] for name in adapters.keys() - live.adapters.keys()}, delivered)
+        rest = Live({name: adapters[name] for name in adapters.keys() - live.adapters.keys()}, delivered, ())
         self.sizes |= delivered
         self._refer_to(live)
         self._refer_to(rest)
@@ -141,8 +146,6 @@ class ResumeCheck:
             self.compared.update(same)
             if differing and not (name in own_code and (taken or live.adapters[name].kind != "stateful")):
                 self._differ(NOT_RESTORED if name in own_code else OVERWRITTEN, differing)
-        targets = ((key, fitted.targets.get(key)) for key in fitted.match.report.cast)
-        self._differ(CONVERTED, [k for k, t in targets if isinstance(t, ShardedValue) and t.dtype.itemsize < 4])
 
     def _differ(self, cause: str, keys: Sequence[str]) -> None:
         self.differences[cause] += keys
@@ -169,20 +172,25 @@ class ResumeCheck:
     def compare(self, state: Mapping[str, Any], ranks: Ranks) -> None:
         """Compare the live objects with the reference. Collective if a module contains FSDP1."""
         live = self._attempt(lambda: Live.of(state, ranks))
+        present = live.present if live is not None else ()
+        # A key below a leaf, or beside others, may be a part of a tensor that has another class now.
+        alive = {text for key in present for text in (key, key.rpartition(".")[0])}
         for name, keys in live.by_name(self.reference).items() if live is not None else ():
             same, differing = _compared(self.reference, live.marks, keys)
             self.compared.update(same)
-            gone = [key for key in keys if key not in live.marks]
+            gone = [key for key in keys if key not in alive and key.rpartition(".")[0] not in alive]
             zeros = {*gone, *(key for key in differing if live.marks[key].is_zero())}
             counters = [key for key in differing if key.rpartition(".")[2] in _COUNTERS]
-            has_grown = [_number(live.marks[key]) > _number(self.reference[key]) for key in counters]
             if live.adapters[name].kind == "module":
                 self._differ(OVERWRITTEN, [key for key in differing if key not in zeros])
                 self._differ(REINITIALISED, [key for key in keys if key in zeros])
-            elif counters and all(has_grown) and not gone:
+            elif counters and not zeros:
                 self._differ(SHIFTED, differing)
             else:
-                self._differ(REINITIALISED if zeros or counters else OVERWRITTEN, differing + gone)
+                self._differ(REINITIALISED if zeros else OVERWRITTEN, differing + gone)
+        known = {} if live is None else live.by_name(self.sizes)
+        unloaded = [] if live is None else [name for name in live.by_name(live.marks) if name not in known]
+        self._differ(NOT_RESTORED, unloaded)
         if self.differences[SHIFTED]:  # the schedule has set the rates of the optimizer
             rates = [key for key in self.differences[OVERWRITTEN] if key.endswith(".lr")]
             self.differences[OVERWRITTEN] = [key for key in self.differences[OVERWRITTEN] if key not in rates]
@@ -197,7 +205,9 @@ class ResumeCheck:
         Raises:
             CheckpointMismatch: The state differs on a rank and the mode is ``"error"``; raised on every rank.
         """
-        of_ranks = ranks.combine(f"compare the state with {report.path}", lambda: self._outcome(report), list)
+        of_ranks: list[Any] = ranks.combine(
+            f"compare the state with {report.path}", lambda: self._outcome(report), list
+        )
         lines, failures = (said_by_ranks([outcome[number] for outcome in of_ranks]) for number in (0, 1))
         compared, delivered, hashed, nbytes = map(max, zip(*(outcome[2] for outcome in of_ranks), strict=True))
         self.report = replace(report, exact=False if lines else True if compared and not failures else None)
@@ -214,8 +224,8 @@ class ResumeCheck:
             counts = f"{compared:,} of {delivered:,} values".replace(",", " ")
             text = f"Resume is exact{on_ranks}: {counts}, {share:.{0 if share >= 1 else 2}f} % of their bytes, {when}"
             if not self.report.exact:
-                reason = "; ".join(failures) or "the objects of this state cannot be read again"
-                text = f"Resume was not compared{on_ranks}, {when}: {reason}"
+                reason = "; ".join(failures) or "no object of this state can be compared"
+                text = f"Resume is not known to be exact{on_ranks}, {when}: {reason}"
         if ranks.rank == 0:
             (warn if lines else logger.info)(text)
         return self.report
@@ -261,7 +271,8 @@ class ResumeCheck:
         lines = [f"{cause}: {some(keys)}" for cause, keys in unexpected.items() if keys]
         marks = [self.sizes[key] for key in self.compared & self.sizes.keys()]
         sizes = sum(mark.hashed for mark in marks), sum(mark.nbytes for mark in marks)
-        return lines, [self.failure] if self.failure else [], (len(self.compared), len(self.sizes), *sizes)
+        unused = f"no object of the state takes {some(sorted(self.unused))} of the checkpoint" if self.unused else ""
+        return lines, [*filter(None, (self.failure, unused))], (len(self.compared), len(self.sizes), *sizes)
 
     def _is_expected(self, key: str) -> bool:
         return any(fnmatchcase(text, glob) for glob in self.expected for text in (key, key.rpartition(".")[2]))
@@ -273,6 +284,7 @@ class Live:
 
     adapters: dict[str, StateAdapter]
     marks: Marks
+    present: Collection[str]  # keys of all leaves, also of those without a mark
 
     @classmethod
     def of(cls, state: Mapping[str, Any], ranks: Ranks, names: Container[str] | None = None) -> Live:
@@ -283,7 +295,8 @@ class Live:
             else []
         )
         readable = [a for a in every if not isinstance(a, PositionAdapter) and (names is None or a.name in names)]
-        return cls({adapter.name: adapter for adapter in readable}, marks_of(gather_state(readable)[0]))
+        leaves, _ = gather_state(readable)
+        return cls({adapter.name: adapter for adapter in readable}, marks_of(leaves), leaves.keys())
 
     def by_name(self, marks: Marks) -> dict[str, list[str]]:
         """Return the keys of each object that was read here."""
@@ -328,12 +341,6 @@ def _transforms(adapter: StateAdapter, fitted: FittedLoad) -> bool:
     return adapter.kind == "stateful"
 
 
-def _number(mark: Mark) -> float:
-    """Return the number of a counter; 0 for any other leaf."""
-    is_number = isinstance(mark.digest, str) and mark.digest.replace(".", "", 1).isdecimal()
-    return float(mark.digest) if is_number else 0.0
-
-
 def _is_known(adapter: StateAdapter) -> bool:
     """Return whether the code of a ``Stateful`` object is known to change no other object: that of torch, and ours."""
     return str(adapter.live.load_state_dict.__module__).startswith(("torch.", "dcp_plugin.", "functools"))
@@ -376,7 +383,7 @@ def _digest(tensor: torch.Tensor) -> tuple[int, int]:
     a device."""
     if not is_plain_memory(tensor):  # dense memory in another order is read as it is
         tensor = tensor.detach().resolve_conj().resolve_neg()
-        order = sorted(range(tensor.ndim), key=lambda dim: (-tensor.stride(dim), dim))
+        order = sorted(range(tensor.ndim), key=lambda dim: tensor.stride()[dim], reverse=True)
         tensor = tensor.permute(order).contiguous()
     step = (tensor.nbytes - _PIECE) // (_PIECES - 1) if tensor.nbytes > _PIECE * _PIECES else 0
     if is_plain_memory(tensor):

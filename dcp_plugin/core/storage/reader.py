@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Self
 
+import numpy as np
 import torch
 
 from dcp_plugin.core.errors import CheckpointError, CheckpointMismatch, UnsafeCheckpoint, logger
@@ -238,8 +239,8 @@ class CheckpointReader:
         rows = [read.number for read in itertools.chain(plan.boxes, plan.chunks)]
         for key in itertools.chain(plan.values.values(), keys):
             rows += self.index.rows_of(key)
-        numbers = self.index.columns["file"][rows] if rows else ()
-        return {self.index.file_names[number] for number in set(map(int, numbers))}
+        numbers = self.index.columns["file"][np.array(rows, np.int64)]
+        return {self.index.file_names[number] for number in set(numbers.tolist())}
 
     def _box(self, read: BoxRead) -> _Box:
         entry = self.index[read.key]
