@@ -212,6 +212,11 @@ _Place = tuple[str, tuple[str, str] | None]
 """Place and values of a difference, as in :class:`Divergence`."""
 
 
+def places_in(found: Divergence) -> dict[str, _Place]:
+    """Return the place and the values of each difference that needs no tensor to be read."""
+    return {} if found.diff is None else _differing(found.diff)
+
+
 def _differing(found: CheckpointDiff) -> dict[str, _Place]:
     """Return the keys that differ, with the places. Those of tensors have to be read. Values of which only texts
     differ do not count."""

@@ -36,7 +36,7 @@ from dcp_plugin.core.paths import KILLED_AFTER, PROVED, Where, as_path
 from dcp_plugin.core.runs.scan import Scan
 from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.tools.diff import diff
-from dcp_plugin.tools.divergence import LOADER, OPTIMIZER, RNG, Divergence, divergence_in, kind_of, steps_of
+from dcp_plugin.tools.divergence import LOADER, OPTIMIZER, RNG, Divergence, divergence_in, kind_of, places_in, steps_of
 
 RUN = "{run}"
 """Text in a command that is replaced by the folder of a run."""
@@ -73,7 +73,7 @@ class Proof:
     Attributes:
         killed_after: The step of the newest checkpoint when the training was killed.
         steps: The comparison of each step that both runs have, in order, without the keys in ``not_judged``. The key is
-            empty if none differs, and the first that differs by more than the noise if any does.
+            empty if none differs, and one that differs by more than the noise if any does, values before tensors.
         first: The first step after the kill that differs by more than the noise.
         noise: The largest relative difference of a tensor between undisturbed runs, by step after the kill; empty if
             the second of them was not needed.
@@ -159,6 +159,9 @@ def _adopting_orphans(trial: _Trial) -> Iterator[None]:
         yield
     finally:
         trial.end_processes()
+        for place in ("/dev/shm", tempfile.gettempdir()):  # host copies of keepers that were killed
+            for left in Path(place).glob(f"dcp_plugin-*-{trial.home.name}"):
+                shutil.rmtree(left, ignore_errors=True)
         signal.signal(signal.SIGTERM, earlier)
         prctl(36, 0, 0, 0, 0)
 
@@ -263,7 +266,7 @@ class _Trial:
             time.sleep(_POLL / 5)
         for pid, parent, *_ in _processes():  # the next run may look whether a process with the number exists
             if parent == os.getpid() and pid not in self._others:
-                os.waitpid(pid, os.WNOHANG)
+                os.waitpid(pid, 0)
 
     def _roots(self) -> list[Path]:
         elsewhere = sorted(self.made_elsewhere()) if self.in_place else []
@@ -288,13 +291,17 @@ class _Trial:
 
 
 def _processes() -> Iterator[tuple[int, int, str, bool]]:
-    """Yield all processes of this system: number, number of the parent, name of the program, False for a zombie."""
+    """Yield all processes of this system: number, number of the parent, name of the program, False for a zombie.
+
+    The first thread of a process may be a zombie while another one still writes to a disk.
+    """
     for entry in os.scandir("/proc"):
         with suppress(OSError):
             if entry.name.isdigit():
                 before, _, after = Path(entry.path, "stat").read_text(errors="replace").rpartition(") ")
-                state, parent = after.split()[:2]
-                yield int(entry.name), int(parent), before.partition("(")[2], state not in "ZX"
+                state, parent, *others = after.split()
+                is_alive = state not in "ZX" or int(others[15]) > 1  # the number of threads
+                yield int(entry.name), int(parent), before.partition("(")[2], is_alive
 
 
 def _files_in(folder: Path, besides: Path) -> dict[str, int] | None:
@@ -358,17 +365,7 @@ def _compared(trial: _Trial, runs: list[Path], last: int, exclude: Collection[st
             usual = _amounts(_difference(step, steps[0][step], repeated[step], exclude))
             unjudged |= {key for key, amount in usual.items() if amount == inf}
             noise[step] = max((amount for amount in usual.values() if amount < inf), default=0.0)
-    compared: dict[int, Divergence] = {}
-    first: int | None = None
-    for step, there in found.items():
-        differ = {part: [key for key in keys if key not in unjudged] for part, keys in there.differ.items()}
-        keys = [key for of_part in differ.values() for key in of_part]
-        beyond = [key for key in keys if step > last and amounts[step][key] > NOISE * noise[step]]
-        key = next(iter([*beyond, *keys]), "")
-        at, values = (there.at, there.values) if key == there.key else ("", None)
-        differ = {part: keys for part, keys in differ.items() if keys}
-        compared[step] = replace(there, key=key, at=at, values=values, differ=differ)
-        first = step if first is None and beyond else first
+    compared, first = _judged(found, amounts, unjudged, noise)
     apart = _apart(losses[0], losses[1], losses[-1] if losses[2:] else losses[0], last)
     verdict: Literal["exact", "different", "inconclusive"] = "exact"
     reason = f"the resume is exact: {len(after)} checkpoint(s) after the kill are bit-identical"
@@ -381,6 +378,25 @@ def _compared(trial: _Trial, runs: list[Path], last: int, exclude: Collection[st
     missing = _not_saved(steps[1][after[0]])
     noise = noise if losses[2:] else {}
     return Proof(verdict, reason, last, compared, first, noise, missing, sorted(unjudged), apart)
+
+
+def _judged(
+    found: dict[int, Divergence], amounts: dict[int, dict[str, float]], unjudged: set[str], noise: dict[int, float]
+) -> tuple[dict[int, Divergence], int | None]:
+    """Return the differences without ``unjudged`` keys, and the first step that differs by more than its noise."""
+    compared: dict[int, Divergence] = {}
+    first: int | None = None
+    for step, there in found.items():
+        differ = {part: [key for key in keys if key not in unjudged] for part, keys in there.differ.items()}
+        keys = [key for of_part in differ.values() for key in of_part]
+        beyond = [key for key in keys if step in noise and amounts[step][key] > NOISE * noise[step]]
+        # A counter, a rate or a random stream is nearer to the cause than the tensors that follow from it.
+        key = next(iter([*sorted(beyond, key=lambda key: amounts[step][key] < inf), *keys]), "")
+        at, values = (there.at, there.values) if key == there.key else places_in(there).get(key, ("", None))
+        differ = {part: keys for part, keys in differ.items() if keys}
+        compared[step] = replace(there, key=key, at=at, values=values, differ=differ)
+        first = step if first is None and beyond else first
+    return compared, first
 
 
 def shown(difference: Divergence) -> str:
