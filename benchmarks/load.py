@@ -4,11 +4,14 @@ Into existing tensors of the layout that was saved.
 Every peer loads what it saved itself, but for the case that reads stock's checkpoint with our reader. A cold load
 begins with files that the page cache does not hold; a file system in memory has none. *saved*: a load right after a
 save, as it leaves the page cache, in the process that saved and in another one.
+
+The rate at which one thread hashes is printed first. A load that verifies is compared with *raw read and hash*.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,8 @@ from benchmarks._harness import (
 from benchmarks._machine import file_system_of
 from benchmarks._options import load_cases, parser, scratch, with_state
 from benchmarks._peer import Peer, State, find
+from benchmarks.peers.ceiling import hash_blocks
+from dcp_plugin.core.format.payload import LARGEST_BLOCK, SMALLEST_BLOCK
 
 SMALLEST = [*_options.SMALLEST, "--state", "mixed", "--ranks", "1", "--peers", "stock"]
 CACHES = ("warm", "cold", "saved")
@@ -130,11 +135,27 @@ def _after_saves(options: argparse.Namespace, report: Report) -> None:
                 report.table(f"load, right after a save, {process} process, {size}", samples)
 
 
+def _hash_rates() -> dict[str, float]:
+    """GB/s of one thread by the size of a block, over more memory than a processor's cache usually has."""
+    memory, rates = memoryview(bytearray(256 << 20)), {}
+    for block in (SMALLEST_BLOCK, LARGEST_BLOCK):
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            hash_blocks(memory, block)
+            times.append(time.perf_counter() - began)
+        rates[f"{block >> 10} KiB"] = len(memory) / min(times) / 1e9
+    return rates
+
+
 def main() -> None:
     made = with_state(parser("load", __doc__))
     made.add_argument("--caches", nargs="+", choices=CACHES, default=CACHES, help="(default all)")
     options = made.parse_args()
     report = Report("load", options)
+    rates = _hash_rates()
+    print("hash: " + ", ".join(f"{rate:.1f} GB/s in blocks of {size}" for size, rate in rates.items()))
+    report.say(hash_gb_per_s=rates)
     for case in load_cases(options):
         if ("cold" if case.cold else "warm") in options.caches:
             arguments = (case.world, case.state, options.mib, options.repeats, case.root, options.peers, case.cold)

@@ -1,7 +1,8 @@
 """The ceiling: the same bytes with plain system calls, one new preallocated and synced file per thread, nothing else.
 
 On a disk past the page cache, from memory that is aligned already; on tmpfs plain ``pwrite``. Reading is ``preadv``
-straight into the tensors.
+straight into the tensors, whose memory is used already: no page of it is new. The ceiling of a load that verifies reads
+and hashes: each piece by blocks, as our checksums cover them, while the piece is in the processor's cache.
 """
 
 from __future__ import annotations
@@ -9,16 +10,20 @@ from __future__ import annotations
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from xxhash import xxh3_64_intdigest
 
 from benchmarks._machine import file_system_of
 from benchmarks._peer import IO_THREADS, Peer, State
+from dcp_plugin.core.format.payload import block_size
 from dcp_plugin.core.tensors._torch import DTensor
 
 _BLOCK = 4 << 20
+_HASHED = 512 << 10  # read and then hashed, unless a block is larger
 _aligned: dict[int, tuple[mmap.mmap, int]] = {}
 
 
@@ -72,34 +77,46 @@ def _in_memory(path: Path) -> bool:
     return file_system_of(path).startswith("tmpfs")
 
 
-def load(state: State, path: Path) -> None:
+def load(state: State, path: Path, hashes: bool = False) -> None:
     share = os.path.getsize(_name(path, 0))
-    pieces: list[list[tuple[int, memoryview]]] = [[] for _ in range(IO_THREADS)]
+    pieces: list[list[tuple[int, memoryview, int]]] = [[] for _ in range(IO_THREADS)]
     position = 0
     for view in local_bytes(state):
-        at = 0
+        at, block = 0, block_size(len(view))
+        most = max(_HASHED, block) if hashes else 2 * _BLOCK
         while at < len(view):
             part, offset = divmod(position, share)
-            count = min(len(view) - at, share - offset, 2 * _BLOCK)
-            pieces[part].append((offset, view[at : at + count]))
+            count = min(len(view) - at, share - offset, most)
+            pieces[part].append((offset, view[at : at + count], block))
             at, position = at + count, position + count
 
     def read(part: int) -> None:
         fd = os.open(_name(path, part), os.O_RDONLY)
         batch: list[memoryview] = []
+        blocks: list[int] = []
         start = size = 0
-        for offset, view in pieces[part]:
-            if batch and (size + len(view) > 2 * _BLOCK or len(batch) == 1000):
+        for offset, view, block in [*pieces[part], (0, memoryview(b""), 0)]:
+            if batch and (size + len(view) > (_HASHED if hashes else 2 * _BLOCK) or len(batch) == 1000 or not view):
                 assert os.preadv(fd, batch, start) == size
-                batch, start, size = [], offset, 0
+                for done, size_of_block in zip(batch, blocks, strict=True) if hashes else ():
+                    hash_blocks(done, size_of_block)
+                batch, blocks, start, size = [], [], offset, 0
             batch.append(view)
+            blocks.append(block)
             size += len(view)
-        if batch:
-            assert os.preadv(fd, batch, start) == size
         os.close(fd)
 
     with ThreadPoolExecutor(IO_THREADS) as pool:
         list(pool.map(read, range(IO_THREADS)))
 
 
-PEERS = [Peer("ceiling (raw I/O)", save, load, prepare=prepare)]
+def hash_blocks(view: memoryview, block: int) -> None:
+    """Hash each block."""
+    for at in range(0, len(view), block):
+        xxh3_64_intdigest(view[at : at + block])
+
+
+PEERS = [
+    Peer("ceiling (raw I/O)", save, load, prepare=prepare),
+    Peer("raw read and hash", save, partial(load, hashes=True), only="load", prepare=prepare),
+]

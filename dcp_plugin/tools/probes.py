@@ -1,63 +1,39 @@
 """``dcp_plugin.tools.doctor``: probes of a folder or a bucket, for the features and the speed that a save finds there.
 
-The probes call the functions that a save calls, so a probe that passes says that a save will. They run in a process of
-their own, because no thread can be ended while its call to a mount hangs. The rule: every write is below one name in
-the workspace, which no search takes for a checkpoint. That name is deleted, also after an error or Ctrl-C.
+The probes begin a save, write with the functions that a save calls, and discard it. So a probe that passes says that a
+save will. The rule: every write is below the directory of the discarded save, which no search takes for a checkpoint.
+The files of a probe that was killed are garbage for the next save, as those of any save are.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import tempfile
 import time
-import uuid
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from dcp_plugin.core.config import CheckpointConfig
 from dcp_plugin.core.errors import CheckpointError, size
-from dcp_plugin.core.format import json_object
+from dcp_plugin.core.format import DATA_SUFFIX
 from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.media.disk import posix
 from dcp_plugin.core.media.medium import PAGE, CannotLink, DataFile, Medium
-from dcp_plugin.core.media.objects.client import client_of
-from dcp_plugin.core.media.objects.commit import refuses_other_tags
-from dcp_plugin.core.media.places import workspace_of
+from dcp_plugin.core.media.objects.commit import has_conditions
 from dcp_plugin.core.options import IO
-from dcp_plugin.core.paths import (
-    ObjectPath,
-    PathLike,
-    StorageOptions,
-    Where,
-    as_path,
-    on_file_system,
-    options_of,
-    place_of,
-)
+from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path, on_file_system, place_of
 from dcp_plugin.core.ranks.launcher import this_launch
 from dcp_plugin.core.types import public_class
 
 _MOST, _FILE = 256 << 20, 8 << 20  # bytes: of all files together, and of one, which a store takes in one request
-_SECONDS = 3.0  # after which no further file is written or read
-_GRACE = 10.0  # seconds for which a call waits while the process of the probes deletes its files
+_SECONDS = 3.0  # after which no further file is written
 _CLOCKS_DIFFER = 2.0  # seconds; a store counts full seconds
 _SCHEDULERS = {"SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST"}
-_LOCK = """
-import pathlib, sys
-from dcp_plugin.core.media.disk import posix
-if posix.lock(posix.Folder(pathlib.Path(sys.argv[1])), "lock", create=False) is not None:
-    sys.exit("two processes get the same lock: a save would take a live one for dead")
-"""
 
 
 @public_class("dcp_plugin.tools")
@@ -85,7 +61,6 @@ class DoctorReport:
     nbytes: int
     save_seconds: float | None
     """The time that one process takes to write ``nbytes``; None if no speed was measured."""
-    load_seconds: float | None
 
     @property
     def failed(self) -> list[Probe]:
@@ -98,7 +73,6 @@ def doctor(
     *,
     write: bool = False,
     nbytes: int = 10 << 30,
-    timeout: float = 30.0,
     storage_options: StorageOptions | None = None,
 ) -> DoctorReport:
     """Probe a folder or a bucket for what a save will find there: features, speed, space and clock.
@@ -110,29 +84,26 @@ def doctor(
         path: A folder of checkpoints that exists, or a URL.
         write: Also write to an object store. A folder is always written to.
         nbytes: The size of a save, for its duration and the space that it needs.
-        timeout: Seconds after which a place without an answer counts as hanging.
-        storage_options: Options of the store of a URL as text, see :class:`~dcp_plugin.CheckpointConfig`.
+        storage_options: Options of the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
 
     Returns:
         A report. A place that no save can use is a failed probe in it, and no exception.
 
     Raises:
-        ValueError: ``path`` is a URL that no client takes, or ``nbytes`` or ``timeout`` is not positive.
+        ValueError: ``path`` is a URL that no client takes, or ``nbytes`` is not positive.
 
     Example:
         >>> import dcp_plugin.tools
         >>> dcp_plugin.tools.doctor(".", nbytes=1 << 20).failed
         []
     """
-    if nbytes < 1 or timeout <= 0:
-        raise ValueError(f"nbytes and timeout must be positive, got {nbytes} and {timeout}.")
+    if nbytes < 1:
+        raise ValueError(f"nbytes must be positive, got {nbytes}.")
     place = as_path(path, storage_options)
-    medium_of(place)
-    request = {"path": str(place), "options": options_of(place), "nbytes": nbytes, "write": write}
-    probes = [*_probe_host(nbytes), *_in_process(json.dumps(request), timeout)]
+    probes = [*_probe_host(nbytes), *_probe(place, nbytes, write)]
     values = {probe.name: probe.value for probe in probes}
-    seconds = [nbytes / rate if (rate := values.get(name)) else None for name in ("write", "read")]
-    return DoctorReport(place, probes, _settings(place, probes, nbytes, seconds[0]), nbytes, *seconds)
+    seconds = nbytes / rate if (rate := values.get("write")) else None
+    return DoctorReport(place, probes, _settings(place, probes, nbytes, seconds), nbytes, seconds)
 
 
 def _settings(place: Where, probes: list[Probe], nbytes: int, seconds: float | None) -> CheckpointConfig:
@@ -165,94 +136,41 @@ def _feature(name: str, works: bool, text: str, otherwise: str, value: float | N
     return Probe(name, "ok", text, value) if works else Probe(name, "note", otherwise, value)
 
 
-def _in_process(request: str, timeout: float) -> Iterator[Probe]:
-    """Yield the results of the probes of a place, made by another process."""
-    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-c", "from dcp_plugin.tools.probes import serve; serve()"]
-    reason = "the process of the probes has died: {}"
-    with tempfile.TemporaryFile() as answers:
-        output: Any = {"stdout": answers, "stderr": subprocess.STDOUT}
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}, **output)
-        try:
-            child.communicate(request.encode(), timeout)
-        except subprocess.TimeoutExpired:
-            reason = f"no answer in {timeout:.0f} s: a save would wait for it, too"
-        finally:
-            child.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(_GRACE)
-        answers.seek(0)
-        lines = answers.read().decode(errors="replace").splitlines()
-    probes = [Probe(**json_object(line.encode())) for line in lines if line.startswith("{")]
-    yield from probes
-    if child.returncode != 0:
-        errors = [line for line in lines if not line.startswith("{")] or [str(child.returncode)]
-        after = f", after the probe of {probes[-1].name}" if probes else ""
-        yield Probe("save", "failed", reason.format(errors[-1]) + after)
-
-
-def serve() -> None:
-    """Run the probes of the request on stdin in this process, and print a line of JSON for each result."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which sends SIGTERM
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    request = json_object(sys.stdin.buffer.read())
-    place = as_path(request["path"], request["options"] or None)
-    with closing(probe(place, request["nbytes"], request["write"])) as probes:
-        for result in probes:
-            print(json.dumps(vars(result)), flush=True)
-
-
-def probe(place: Any, nbytes: int, write: bool) -> Generator[Probe, None, None]:
+def _probe(place: Any, nbytes: int, write: bool) -> Iterator[Probe]:
     """Yield the results of the probes of a place, up to an error, and delete the files that they have written."""
-    medium: Any = medium_of(place)
-    prefix: Any = None
+    medium, folder, reservation = medium_of(place), on_file_system(place), None
     try:
-        folder = on_file_system(place)
         if folder is not None and (kind := medium.kind(folder)) != "folder":
             raise OSError(f"{place} is no folder" if kind else f"{place}: nothing is there. Make the folder first")
-        beside: list[Any] = []
+        names: list[str] = []
         with suppress(FileNotFoundError):  # a bucket without objects there
-            beside = [entry.path for entry in medium.entries(place)]
+            names = [entry.path.name for entry in medium.entries(place)]
         if folder is None and not write:
             yield Probe("list", "note", "it can be listed; writes are not probed (write=True, --write)")
-            now = client_of(place).time_of_answer(place.key)
-            yield _clock(now) if now else Probe("clock", "note", "only a new object shows it (write=True, --write)")
             return
-        # Where a save has its workspace: one level higher for the numbered checkpoints of Accelerate.
-        numbered = [path for path in beside if path.name.startswith("checkpoint_")]
-        prefix = workspace_of([*numbered, place / "checkpoint"][0]) / f"doctor-{uuid.uuid4().hex[:16]}"
-        most = min(_MOST, nbytes)
+        # The numbered checkpoints of Accelerate have their workspace one level higher.
+        name = next((name for name in names if name.startswith("checkpoint_")), "doctor")
+        reservation = medium.reserve(place / name, among_other_files=True)
+        free = shutil.disk_usage(folder).free if folder is not None else 1 << 60
         if folder is None:
-            yield from _probe_bucket(prefix)
+            yield _clock(reservation.time or math.nan)
+            nothing = "none: of two saves to one path, the last wins. Let one job save to a path"
+            works = has_conditions(reservation.final)
+            yield _feature("conditional requests", works, "of two saves to one path, the second fails", nothing)
         else:
-            free = shutil.disk_usage(folder).free
-            most = min(most, free // 8)
-            yield from _probe_folder(prefix, free, nbytes)
-        yield from _probe_speed(medium, prefix, most)
+            yield from _probe_folder(reservation.directory, free, nbytes)
+        yield from _probe_speed(medium, reservation.directory, min(_MOST, nbytes, free // 8))
     except (OSError, CheckpointError) as error:
         yield Probe("save", "failed", str(error))
     finally:
-        if prefix is not None:
-            _delete(prefix)
+        if reservation is not None:
+            medium.discard(reservation)
 
 
-def _delete(prefix: Any) -> None:
-    """Delete everything below a prefix, and a workspace that is empty then. Never raises OSError."""
-    with suppress(OSError):
-        if (folder := on_file_system(prefix)) is None:
-            client = client_of(prefix)
-            client.delete([item.key for item in client.below(prefix.key)])
-        else:
-            with posix.OwnFolder(folder.parent) as workspace:
-                workspace.delete(folder.name)
-                workspace.remove()  # fails while saves are using it
-
-
-def _probe_folder(prefix: Path, free: int, nbytes: int) -> Iterator[Probe]:
+def _probe_folder(directory: Path, free: int, nbytes: int) -> Iterator[Probe]:
     """Yield the features of a file system, in a new folder. Raises OSError."""
-    posix.make_directories(prefix)
-    medium, (old, new, file, link) = medium_of(prefix), (prefix / name for name in ("old", "new", "file", "link"))
-    with posix.OwnFolder(prefix) as folder:
+    medium, (old, new, file, link) = medium_of(directory), (directory / name for name in ("old", "new", "file", "link"))
+    with posix.OwnFolder(directory) as folder:
         in_memory = ", in memory: a reboot deletes them" if posix.is_in_memory(folder.descriptor) else ""
         text, too_small = f"{size(free)} are free{in_memory}", f": a save of {size(nbytes)} does not fit"
         yield _feature("space", free >= nbytes and not in_memory, text, text + too_small * (free < nbytes), free)
@@ -260,48 +178,29 @@ def _probe_folder(prefix: Path, free: int, nbytes: int) -> Iterator[Probe]:
         yield _feature("locks", _has_locks(folder), "processes of this host share them", nothing)
         old.mkdir()
         new.mkdir()
-        number = new.stat().st_ino
-        exchanged = posix.exchange(folder, new.name, old) and old.stat().st_ino == number and new.is_dir()
         nothing = "none: while a checkpoint is replaced, its name is free for a moment"
+        exchanged = posix.exchange(folder, new.name, old)
         yield _feature("exchange of names", exchanged, "a checkpoint is replaced in one step", nothing)
     file.write_bytes(b"1")
     try:
-        medium.link_file(DataFile.written(medium.open(prefix), file), link)
+        medium.link_file(DataFile.written(medium.open(directory), file), link)
         yield Probe("hard links", "ok", "unchanged tensors are not written again")
     except CannotLink as error:
         yield Probe("hard links", "note", f"none, and no shared blocks: unchanged tensors are written again ({error})")
     try:
-        with medium_of(prefix, direct_io=True).create(prefix, "direct", PAGE) as direct:
+        with medium_of(directory, direct_io=True).create(directory, "direct", PAGE) as direct:
             direct.write(bytes(PAGE))
         yield Probe("O_DIRECT", "ok", "large files bypass the page cache")
     except CheckpointError:
         yield Probe("O_DIRECT", "note", "none: files are written through the page cache; io.direct=True fails")
-    os.utime(prefix)
-    yield _clock(prefix.stat().st_mtime)
+    os.utime(directory)
+    yield _clock(directory.stat().st_mtime)
 
 
 def _has_locks(folder: posix.Folder) -> bool:
-    """Return whether another process sees a lock of this one. Raises OSError if both get it."""
-    try:
-        descriptor = posix.lock(folder, "lock", create=True)
-    except OSError:
-        return False
-    other = subprocess.run([sys.executable, "-c", _LOCK, folder.path], capture_output=True, text=True)
-    os.close(descriptor or 0)
-    if other.returncode:
-        raise OSError(other.stderr.strip().rpartition("\n")[2])
-    return True
-
-
-def _probe_bucket(prefix: ObjectPath) -> Iterator[Probe]:
-    """Yield the features of an object store. Raises OSError."""
-    client, key = client_of(prefix), f"{prefix.key}/probe"
-    client.put(key, b"1")
-    entry = client.head(key)
-    yield _clock(entry.modified if entry else math.nan)
-    nothing = "none: of two saves to one path, the last wins. Let one job save to a path"
-    refuses = refuses_other_tags(client, key, b"2")
-    yield _feature("conditional requests", refuses, "of two saves to one path, the second fails", nothing)
+    with suppress(OSError), os.fdopen(posix.lock(folder, "lock", create=True) or -1):
+        return True
+    return False
 
 
 def _clock(now: float) -> Probe:
@@ -310,30 +209,23 @@ def _clock(now: float) -> Probe:
     return _feature("clock", abs(ahead) < _CLOCKS_DIFFER, "it agrees with the clock of this host", text, ahead)
 
 
-def _probe_speed(medium: Medium, prefix: Where, most: int) -> Iterator[Probe]:
-    """Yield the speed of writes and reads of one process. Raises OSError.
+def _probe_speed(medium: Medium, directory: Where, most: int) -> Iterator[Probe]:
+    """Yield the speed of writes of one process. Raises OSError.
 
     Each round has twice as many files as the round before, so a slow place gets few, and a fast one enough.
     """
-    files, length = medium.open(prefix), max(PAGE, min(_FILE, most // 4))
-    directory = on_file_system(prefix) or prefix / "save"  # whose objects are next to it
-    data, names = os.urandom(length), [str(number) for number in range(max(1, most // length))]
+    length = max(PAGE, min(_FILE, most // 4))
+    data, numbers = os.urandom(length), range(max(1, most // length))
 
-    def write(name: str) -> None:
+    def write(number: int) -> None:
+        name = f"__0_{number}-{directory.stem}{DATA_SUFFIX}"  # in a store, it says to which save the object belongs
         with medium.create(directory, name, length) as file:
             file.write(data, kept=True)
 
-    def read(name: str) -> None:
-        with files.open(name) as file:
-            if place_of(prefix) == "disk":  # read from the device, not from the page cache
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            file.fill([memoryview(bytearray(length))], 0)
-
-    with ThreadPoolExecutor(max(IO().threads, files.cost.at_once)) as pool:
-        for title, call in (("write", write), ("read", read)):
-            done, began, seconds = 0, time.monotonic(), 0.0
-            while done < len(names) and 2 * seconds < _SECONDS:
-                done += len(list(pool.map(call, names[done : 2 * done or 1])))
-                seconds = max(time.monotonic() - began, 1e-6)
-            names, rate = names[:done], done * length / seconds
-            yield Probe(title, "ok", f"{size(rate)}/s ({size(done * length)} in {seconds:.1f} s)", rate)
+    with ThreadPoolExecutor(max(IO().threads, medium.open(directory).cost.at_once)) as pool:
+        done, began, seconds = 0, time.monotonic(), 0.0
+        while done < len(numbers) and 2 * seconds < _SECONDS:
+            done += len(list(pool.map(write, numbers[done : 2 * done or 1])))
+            seconds = max(time.monotonic() - began, 1e-6)
+    rate = done * length / seconds
+    yield Probe("write", "ok", f"{size(rate)}/s ({size(done * length)} in {seconds:.1f} s)", rate)

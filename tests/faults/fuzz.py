@@ -335,6 +335,37 @@ def _shards(rng: random.Random, path: Path) -> None:
     (path / "model.safetensors.index.json").write_bytes(hostile_json(rng, said))
 
 
+def _deepspeed(rng: random.Random, path: Path) -> None:
+    """Files of ZeRO 2 or 3 of two ranks, or a universal checkpoint: one of them is hostile."""
+    stage, flat = rng.choice([2, 3]), torch.arange(5.0)
+    shapes, frozen = [{"w": torch.Size((2, 3)), "b": torch.Size((4,))}], {"f": torch.Size((3,))}
+    model: dict[str, Any] = {"module": _TENSORS, "param_shapes": shapes, "buffer_names": ["b"], "dp_world_size": 2}
+    model |= {"shared_params": {"tied": "w"}, "frozen_param_shapes": frozen, "global_steps": 1}
+    model["frozen_param_fragments"] = {"f": torch.ones(2)}
+    adam = {"state": {0: {"step": 1, "exp_avg": flat}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    keys = ("optimizer_state_dict", "fp32_flat_groups") if stage == 3 else _OF_ZERO_2
+    optimizer = {"optimizer_state_dict": {"partition_count": 2, keys[0]: adam, keys[1]: [flat]}}
+    names: dict[str, Any] = {f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt": optimizer for rank in range(2)}
+    prefixes = [f"zero_pp_rank_{rank}_" for rank in range(2)] if stage == 3 else [""]
+    names |= {f"{prefix}mp_rank_00_model_states.pt": model for prefix in prefixes}
+    if rng.random() < 0.3:
+        names["zero/optimizer_state.pt"] = adam
+        names |= {f"zero/{key}/fp32.pt": {"param": value} for key, value in _TENSORS.items()}
+        names["zero/w/step.pt"] = 1
+    hostile = rng.choice(list(names))
+    for name, value in names.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        if name == hostile:
+            (path / name).write_bytes(_archive(rng, value))
+        else:
+            torch.save(value, path / name)
+    if rng.random() < 0.1:
+        (path / "latest").write_bytes(_text(rng)[5:])
+
+
+_OF_ZERO_2 = ("base_optimizer_state", "single_partition_of_fp32_groups")
+
+
 def _legacy(rng: random.Random, path: Path) -> None:
     path.mkdir()
     buffer = io.BytesIO()
@@ -348,6 +379,7 @@ def _legacy(rng: random.Random, path: Path) -> None:
 KINDS: dict[str, Callable[[random.Random, Path], None]] = {
     "stock metadata": _stock_metadata, "metadata of ours": _metadata_of_ours, "index": _index, "summary": _summary,
     "torch file": _torch_file, "value": _value, "safetensors": _safetensors, "shards": _shards, "legacy": _legacy,
+    "deepspeed": _deepspeed,
 }  # fmt: skip
 
 

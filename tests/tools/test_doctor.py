@@ -6,7 +6,6 @@ import errno
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,28 +27,28 @@ from tests.limits import HANG
 from tests.object_server import Bucket
 from tests.users import as_another_user
 
-FEATURES = ["space", "locks", "exchange of names", "hard links", "O_DIRECT", "clock", "write", "read"]
+FEATURES = ["space", "locks", "exchange of names", "hard links", "O_DIRECT", "clock", "write"]
 SMALL = 1 << 20
 
 
 def _states(place: Where) -> dict[str, str]:
     """Return the states of the probes of a place, made in this process."""
-    return {probe.name: probe.state for probe in probes.probe(place, SMALL, write=True)}
+    return {probe.name: probe.state for probe in probes._probe(place, SMALL, write=True)}
 
 
 def test_a_folder_has_every_feature_and_a_speed_and_nothing_is_left(tmp_path: Path) -> None:
     report = json_of("doctor", tmp_path, "--gb", "0.001")["doctor"]
     assert [probe["name"] for probe in report["probes"]] == ["launcher", "shared memory", *FEATURES]
-    assert report["save_seconds"] > 0 and report["load_seconds"] > 0
+    assert report["save_seconds"] > 0
     assert os.listdir(tmp_path) == []
 
 
 def test_settings_follow_from_the_probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in probes._SCHEDULERS:
         monkeypatch.delenv(name, raising=False)
-    assert str(doctor(tmp_path, nbytes=1, timeout=HANG).settings) == "CheckpointConfig(async_save=True, keep_last=3)"
+    assert str(doctor(tmp_path, nbytes=1).settings) == "CheckpointConfig(async_save=True, keep_last=3)"
     monkeypatch.setenv("SLURM_JOB_ID", "1")
-    large = doctor(tmp_path, nbytes=1 << 60, timeout=HANG)
+    large = doctor(tmp_path, nbytes=1 << 60)
     assert large.settings.finish_on_sigterm and large.settings.keep_last == 2 and large.settings.timeout > 1800
     assert not large.failed and "does not fit" in str(large.probes)
 
@@ -121,24 +120,16 @@ def test_a_mount_like_nfs_lacks_what_a_save_does_without() -> None:
         assert "failed" not in states.values() and os.listdir(root) == before
 
 
-def test_two_processes_with_the_same_lock_would_end_the_saves_of_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(posix, "lock", lambda folder, name, create: folder.open(name, os.O_RDWR | os.O_CREAT))
-    *_, last = probes.probe(tmp_path, SMALL, write=True)
-    assert last.state == "failed" and "two processes" in last.text
-
-
 def test_a_bucket_is_only_read_unless_writes_are_wanted(bucket: Bucket, proxy: Proxy) -> None:
     report = json_of("doctor", f"{bucket.url}/run")["doctor"]
-    assert [probe["name"] for probe in report["probes"]][2:] == ["list", "clock"]
+    assert [probe["name"] for probe in report["probes"]][2:] == ["list"]
     assert {request.method for request in proxy.requests} == {"GET"}
     assert "bucket" in str(report["path"]) and report["save_seconds"] is None
 
 
 def test_a_bucket_has_conditions_and_a_speed_and_nothing_is_left(bucket: Bucket) -> None:
     report = json_of("doctor", f"{bucket.url}/run", "--write", "--gb", "0.02")["doctor"]
-    assert [probe["name"] for probe in report["probes"]][2:] == ["clock", "conditional requests", "write", "read"]
+    assert [probe["name"] for probe in report["probes"]][2:] == ["clock", "conditional requests", "write"]
     assert {probe["state"] for probe in report["probes"][2:]} == {"ok"}
     assert list(client_of(ObjectPath(bucket.url)).below("")) == [] == bucket.unfinished_uploads()
 
@@ -155,7 +146,7 @@ def test_a_save_in_flight_is_untouched(place: Where) -> None:
         {"w": torch.ones(3)},
         place / "step-2",
         step=2,
-        files=lambda folder: reports.append(doctor(place, write=True, nbytes=SMALL, timeout=HANG)),
+        files=lambda folder: reports.append(doctor(place, write=True, nbytes=SMALL)),
     )
     assert reports[0].failed == [] and dcp.verify(place / "step-2").ok
     assert [run.path.name for run in dcp.list_checkpoints(place)] == ["step-1", "step-2"]
@@ -163,29 +154,25 @@ def test_a_save_in_flight_is_untouched(place: Where) -> None:
 
 def test_the_files_of_the_probes_are_taken_for_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/checkpoint_0").mkdir(parents=True)
-    results = probes.probe(tmp_path / "checkpoints", SMALL, write=True)
+    results = probes._probe(tmp_path / "checkpoints", SMALL, write=True)
     next(results)
-    assert list(tmp_path.glob(".dcp_plugin/doctor-*")), "accelerate takes each entry of its folder for a checkpoint"
-    assert dcp.list_checkpoints(tmp_path) == [] and dcp.latest(tmp_path) is None
-    results.close()
-    assert os.listdir(tmp_path) == ["checkpoints"]
+    assert list(tmp_path.glob(".dcp_plugin/*.saving")), "accelerate takes each entry of its folder for a checkpoint"
+    assert dcp.latest(tmp_path) is None
+    assert list(results) and os.listdir(tmp_path) == ["checkpoints"]
 
 
-def test_an_interrupted_command_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_command_leaves_nothing_and_a_killed_one_what_the_next_deletes(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     command = [programs.PYTHON, "-m", "dcp_plugin", "doctor", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=programs.ROOT) as process:
-        while process.poll() is None and not list(tmp_path.glob(".dcp_plugin/doctor-*")):
+        while process.poll() is None and not list(tmp_path.glob(".dcp_plugin/*.saving/*")):
             pass
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, errors = process.communicate(timeout=HANG)
-    assert (process.returncode, errors) == (130, b"interrupted\n")
+    if number == signal.SIGINT:
+        assert (process.returncode, errors) == (130, b"interrupted\n")
+    else:
+        doctor(tmp_path, nbytes=SMALL)
     assert os.listdir(tmp_path) == []
-
-
-def test_a_place_that_does_not_answer_is_a_line_and_a_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hanging = tmp_path / "python"
-    hanging.write_text("#!/bin/sh\nexec sleep 1000000\n")
-    hanging.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(hanging))
-    result = invoke("doctor", tmp_path, "--timeout", "1")
-    assert result.exit_code == 1 and "no answer in 1 s" in result.stderr and result.stderr.count("\n") == 1

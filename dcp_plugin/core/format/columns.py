@@ -125,7 +125,7 @@ class KeyColumns:
 
     def dtype_of(self, slot: int) -> torch.dtype | None:
         """Return the dtype of a tensor, or None for a value that is no tensor."""
-        number = self.columns["dtype"][slot]
+        number = self.columns["dtype"].item(slot)
         return None if number == NO_TENSOR else self.torch_dtypes[number]
 
     @functools.cached_property
@@ -140,7 +140,8 @@ class KeyColumns:
         return itemsizes
 
     def shape_of(self, slot: int) -> tuple[int, ...]:
-        return tuple(self.columns["shape"][self.shape_starts[slot] : self.shape_starts[slot + 1]].tolist())
+        begin, end = self.shape_starts[slot : slot + 2].tolist()
+        return tuple(self.columns["shape"][begin:end].tolist())
 
     @functools.cached_property
     def nbytes(self) -> Column:

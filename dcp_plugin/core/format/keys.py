@@ -157,7 +157,8 @@ def with_keys_of(current: KeyPath | None, path: KeyPath) -> KeyPath:
     """
     if current is None:
         return path
-    if [str(step_of(part)) for part in current] != [str(step_of(part)) for part in path]:
+    # Equal paths, the usual case, are compared first: the texts of thousands of steps would take longer.
+    if current == path or [str(step_of(part)) for part in current] != [str(step_of(part)) for part in path]:
         return current
     return tuple(
         own_part
@@ -218,12 +219,13 @@ def _mapping(node: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _walk(key: str, path: KeyPath, value: Any, walks: Walks) -> Iterator[tuple[str, KeyPath, Any]]:
-    if path and not (isinstance(value, (Mapping, list, tuple)) and walks(key, value)):
-        yield key, path, value
-        return
     front = f"{key}." if path else ""
     for part, child in _children(path, value):
-        yield from _walk(front + str(step_of(part)), (*path, part), child, walks)
+        name = front + str(step_of(part))
+        if isinstance(child, (Mapping, list, tuple)) and walks(name, child):
+            yield from _walk(name, (*path, part), child, walks)
+        else:  # here, because a generator for each of thousands of leaves takes longer than the leaf
+            yield name, (*path, part), child
 
 
 def _children(path: KeyPath, value: Any) -> Iterator[tuple[Any, Any]]:

@@ -41,6 +41,7 @@ BLOCKS_PER_ITEM = 256
 LARGEST_BLOCK = 1 << 20
 
 
+@functools.lru_cache(maxsize=4096)  # layers are mostly alike
 def block_size(payload_length: int) -> int:
     """Return the bytes per hash of a payload; always a power of two."""
     return min(max(SMALLEST_BLOCK, 1 << ((payload_length - 1) // BLOCKS_PER_ITEM).bit_length()), LARGEST_BLOCK)
@@ -66,17 +67,17 @@ class BlockHashes:
         self._begun, self._in_block = xxh3_64(), 0
 
     def add(self, data: memoryview) -> None:
-        at = 0
+        block, at = self._block, 0
+        if not self._in_block:
+            # Blocks that arrive in one piece are hashed by one call each, without the running hash.
+            at = len(data) // block * block
+            self._complete += [xxh3_64_intdigest(data[start : start + block]) for start in range(0, at, block)]
         while at < len(data):
-            part = data[at : at + self._block - self._in_block]
+            part = data[at : at + block - self._in_block]
             at += len(part)
-            # A block that arrives in one piece is hashed by one call, without the running hash.
-            if len(part) == self._block:
-                self._complete.append(xxh3_64_intdigest(part))
-                continue
             self._begun.update(part)
             self._in_block += len(part)
-            if self._in_block == self._block:
+            if self._in_block == block:
                 self._complete.append(self._begun.intdigest())
                 self._begun, self._in_block = xxh3_64(), 0
 

@@ -134,9 +134,15 @@ def _load(data: bytes) -> Any:
     try:
         return nodes_of(data, Accepted(STOCK_METADATA).get)
     except Refused as error:
+        writer = "The checkpoint was written by an unknown tool, or tampered with."
+        if str(error).startswith("megatron."):
+            writer = (
+                "It is a checkpoint of Megatron-Core (torch_dist), as NeMo writes too. Convert it with Megatron Bridge "
+                "(convert_checkpoints.py export --hf-model MODEL --megatron-path FOLDER --hf-path "
+                "OUT), or with NeMo (nemo llm export path=FOLDER target=hf output_path=OUT)."
+            )
         raise UnsafeCheckpoint(
-            f"refers to {error}, which is not part of DCP's metadata; it was not executed. The checkpoint was written "
-            f"by an unknown tool, or tampered with."
+            f"refers to {error}, which is not part of DCP's metadata; it was not executed. {writer}"
         ) from None
 
 

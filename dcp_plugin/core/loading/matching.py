@@ -87,7 +87,7 @@ class Matching:
         self.optimizers: dict[str, list[str]] = {}
         """Optimizers that are not stored under their names -> possible stored names."""
         self.keys: list[str] = []
-        """Keys with which the patterns of a partial load are compared."""
+        """Keys with which the patterns of a partial load are compared; empty for a load of everything."""
         self.lone: list[StateAdapter] = []
         """Stateful objects that are not in the checkpoint."""
         self.absent: list[str] = []
@@ -291,7 +291,7 @@ class Matching:
         report = self.report
         missing_keys = (*want.missing, *want.left_to_hooks, *want.missing_tensors)
         all_keys = (*want.targets, *want.extra_targets, *missing_keys, *want.lost_per_rank, *want.per_rank_of_others)
-        self.keys += [join(adapter.name, key) for key in all_keys]
+        self.keys += [] if self.partial is None else [join(adapter.name, key) for key in all_keys]
         if self.mode is LoadMode.FILL and self.strict:
             want.targets |= want.resized
         chosen = {}

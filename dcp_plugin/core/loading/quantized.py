@@ -39,7 +39,8 @@ def settle(
     Args:
         wanted, stored, deferred: As in :class:`~dcp_plugin.core.records.Match`, which is unfinished. They are changed.
     """
-    weights = {scaled.scale: key for key, scaled in index.scaled.items() if not scaled.refusal}
+    weights = {scaled.scale: scaled.packed or key for key, scaled in index.scaled.items() if not scaled.refusal}
+    products = {scaled.packed: key for key, scaled in index.scaled.items() if scaled.packed}
     if not weights:
         return
     taken = set(stored.values())
@@ -50,25 +51,33 @@ def settle(
             if isinstance(target, Deferred) and scaled and not scaled.refusal and scaled.scale not in taken:
                 made = replace(target, entry=replace(target.entry, dtype=target.dtype or torch.float32))
                 want.targets[key] = deferred[join(name, key)] = made
-        _drop_scales(want, key_map, weights)
+        _drop_scales(want, key_map, weights, products)
 
 
-def _drop_scales(want: Wanted, key_map: KeyMap, weights: Mapping[str, str]) -> None:
-    """Drop the keys of scales, except those that an object gets together with the weight.
+def _drop_scales(want: Wanted, key_map: KeyMap, weights: Mapping[str, str], products: Mapping[str, str]) -> None:
+    """Drop the keys of scales, except those that an object gets together with the weight. Of a packed tensor and its
+    product, drop the key that is not loaded.
+
+    Ranks may have different keys, and a key that another rank takes is not unexpected. So an unexpected key is that of
+    the product, which the other rank takes.
 
     Args:
-        weights: Key of a scale -> the key of its weight.
+        weights: Key of a scale -> the key of its weight, as it is stored.
+        products: Key of a packed tensor -> the key of its product.
     """
-    handed = {key_map.stored(key) for key in want.extra_targets}
+    filled, pairs = set(map(key_map.stored, want.targets)), products.items()
+    unexpected_idle = {*products, *(product for packed, product in pairs if packed in filled)}
+    handed_idle = {*products.values(), *(packed for packed, product in pairs if product in filled)}
+    handed = set(map(key_map.stored, want.extra_targets)) - handed_idle
 
-    def is_idle(key: str) -> bool:
+    def is_idle(key: str, others: set[str]) -> bool:
         stored = key_map.stored(key)
         if stored in weights:
             return weights[stored] not in handed
-        return stored.rpartition(".")[2] in NOT_OF_WEIGHTS and key not in want.extra_in_gaps
+        return stored in others or (stored.rpartition(".")[2] in NOT_OF_WEIGHTS and key not in want.extra_in_gaps)
 
-    want.unexpected = [key for key in want.unexpected if not is_idle(key)]
-    want.extra_targets = {key: target for key, target in want.extra_targets.items() if not is_idle(key)}
+    want.unexpected = [key for key in want.unexpected if not is_idle(key, unexpected_idle)]
+    want.extra_targets = {key: target for key, target in want.extra_targets.items() if not is_idle(key, handed_idle)}
 
 
 def judged(match: Match, index: CheckpointIndex) -> Match:
@@ -81,9 +90,13 @@ def judged(match: Match, index: CheckpointIndex) -> Match:
         if scaled is None or target is None:
             continue
         stored, dtype = index.table.dtype_of(index.slots[name]), target.dtype or target.entry.dtype
-        is_raw = scaled.scale in taken or (dtype == stored and not scaled.needs_scale)
+        is_raw = not scaled.packed and (scaled.scale in taken or (dtype == stored and not scaled.needs_scale))
         scales[name] = not is_raw
-        if not is_raw and (reason := scaled.refusal or (dtype.itemsize == 1 and f"{dtype} cannot hold the product")):
+        is_fine = dtype.itemsize > 1 and dtype.is_floating_point
+        fault = "" if is_fine else f"{dtype} cannot hold the product"
+        if scaled.packed and key.rpartition(".")[2] != name.rpartition(".")[2]:
+            fault = f"only the model of transformers, which names it {name}, is known to have its matrices transposed"
+        if not is_raw and (reason := scaled.refusal or fault):
             problems.append(
                 f"{key} is {dtype} here and quantized in the checkpoint: {stored}, to be multiplied with "
                 f"{scaled.scale}; {reason}. {_WAY_OUT}, or have {scaled.scale} in the target too: both are then loaded "

@@ -71,54 +71,42 @@ class ReadPlanner:
         """
         if self.misfits:
             raise CheckpointMismatch("\n  ".join(first(self.misfits)))
-        boxes, chunks, names = list[BoxRead](), list(self._chunks.values()), dict[str, str]()
+        boxes, names = list[BoxRead](), dict[str, str]()
         for key, layout in self._layouts.items():
             target = self._targets[key]
             if target is None:
                 names[key] = self._stored[key]
-            elif (chunk := self._same_chunk(key, target, layout)) is not None:
-                chunks.append(chunk)
             else:
                 boxes.extend(self._boxes(key, target, layout))
-        return ReadPlan(boxes, chunks, names)
+        return ReadPlan(boxes, list(self._chunks.values()), names)
 
     def _wanted_as_stored(self) -> dict[str, BoxRead]:
-        """Return the reads of targets that equal one small stored chunk each."""
-        index, chunks = self._index, dict[str, BoxRead]()
-        tensors = {key: target for key, target in self._targets.items() if target is not None}
-        names = [self._stored[key] for key in tensors]
+        """Return the reads of targets whose only chunk is a small stored chunk."""
+        index, table, chunks = self._index, self._index.table, dict[str, BoxRead]()
+        wanted = [
+            (key, target) for key, target in self._targets.items() if target is not None and len(target.chunks) == 1
+        ]
+        names = [self._stored[key] for key, _ in wanted]
         slots = np.array([index.slots[name] for name in names], np.int64)
-        table = index.table
-        rows = table.chunk_starts[slots]
+        starts = table.chunk_starts[slots]
+        numbers, counts = np.zeros(len(slots), np.int64), table.chunk_starts[slots + 1] - starts
+        for at in np.flatnonzero(counts > 1).tolist():
+            numbers[at] = _number_of(wanted[at][1].chunks[0], *table.boxes_of(slots[at]))
+        rows = starts + numbers
         place = index.columns["place"][index.places.rows_of(rows)[0]]
-        alone = (table.chunk_starts[slots + 1] - rows == 1) & (place[:, 2] >= 0) & (place[:, 3] <= LARGEST_CHUNK)
-        candidates = zip(alone.tolist(), rows.tolist(), place[:, 3].tolist(), table.shapes_of(slots), strict=True)
+        lengths = np.where((place[:, 2] >= 0) & (place[:, 3] <= LARGEST_CHUNK) & (numbers >= 0), place[:, 3], 0)
         dtypes = [*table.torch_dtypes, *[None] * (NO_TENSOR + 1 - len(table.dtypes))]
-        dtype_of = table.columns["dtype"][slots].tolist()
-        for (key, target), name, dtype, (is_alone, row, length, shape) in zip(
-            tensors.items(), names, dtype_of, candidates, strict=True
-        ):
-            if is_alone and target.dtype == dtypes[dtype] and target.shape == shape and len(target.chunks) == 1:
+        candidates = zip(
+            names, rows.tolist(), lengths.tolist(), (counts == 1).tolist(), table.columns["dtype"][slots].tolist(),
+            table.shapes_of(slots), strict=True,
+        )  # fmt: skip
+        for (key, target), (name, row, length, is_alone, dtype, shape) in zip(wanted, candidates, strict=True):
+            if length and target.dtype == dtypes[dtype] and target.shape == shape and name not in index.strides:
                 (chunk,) = target.chunks
-                if chunk.sizes == shape and _can_hold(target, length) and name not in index.strides:
-                    chunks[key] = BoxRead(name, row, chunk.tensor, chunk.offsets, shape, True)
+                if (not is_alone or chunk.sizes == shape) and _can_hold(target, length):
+                    corner = (0,) * len(shape)
+                    chunks[key] = BoxRead(name, row, chunk.tensor, corner, chunk.sizes, chunk.sizes == shape)
         return chunks
-
-    def _same_chunk(self, key: str, target: ShardedValue, layout: StoredLayout) -> BoxRead | None:
-        """Return the read of the stored chunk with the box of the target's only chunk. The result is None if the chunk
-        is large or cannot be read as it is stored."""
-        index, name = self._index, self._stored[key]
-        if len(target.chunks) != 1 or target.dtype != layout.dtype or name in index.strides:
-            return None
-        (chunk,) = target.chunks
-        number = layout.number_of(chunk)
-        if number is None:
-            return None
-        row = index.rows_of(name)[number]
-        _, _, start, length = index.columns["place"][index.places.row_of(row)].tolist()
-        fits = start >= 0 and length <= LARGEST_CHUNK and _can_hold(target, length)
-        corner = (0,) * len(chunk.sizes)
-        return BoxRead(name, row, chunk.tensor, corner, chunk.sizes, chunk.sizes == target.shape) if fits else None
 
     def _boxes(self, key: str, target: ShardedValue, layout: StoredLayout) -> Iterator[BoxRead]:
         """Yield the reads that fill a target."""
@@ -197,12 +185,6 @@ class StoredLayout:
                 return overlaps
         raise CheckpointCorrupt(f"{name}: the checkpoint does not have all {wanted} elements of a part")
 
-    def number_of(self, chunk: LocalChunk) -> int | None:
-        """Return the number of the stored chunk with the same box; None if the binary search over rows finds none."""
-        box = list(chunk.offsets), list(chunk.sizes)
-        same = (at for at in self._near(chunk) if (self.offsets[at].tolist(), self.sizes[at].tolist()) == box)
-        return next(same, None)
-
     def _near(self, chunk: LocalChunk) -> Iterable[int]:
         if not self.shape:
             return range(len(self.offsets))
@@ -214,6 +196,19 @@ class StoredLayout:
         ends = np.add(chunk.offsets, chunk.sizes)
         touching = (self.offsets < ends) & (self.offsets + self.sizes > chunk.offsets)
         return np.flatnonzero(in_all(touching)).tolist()
+
+
+def _number_of(chunk: LocalChunk, offsets: Column, sizes: Column) -> int:
+    """Return the number of the stored chunk with the same box; -1 if none is at the place that it has in a grid.
+
+    Meshes store row-major grids, so no search is needed. The first stored chunk has the size of most chunks.
+    """
+    number = 0
+    for offset, size, length in zip(chunk.offsets, sizes[0].tolist(), (offsets[-1] + sizes[-1]).tolist(), strict=False):
+        number = number * -(-length // max(size, 1)) + offset // max(size, 1)
+    number = min(number, len(sizes) - 1)
+    is_same = (offsets[number].tolist(), sizes[number].tolist()) == (list(chunk.offsets), list(chunk.sizes))
+    return number if is_same else -1
 
 
 def _can_hold(target: ShardedValue, length: int) -> bool:

@@ -15,7 +15,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -90,9 +90,12 @@ class RankGroup(Ranks):
         return self._group is not None and dist.is_initialized() and dist.group.WORLD is self._world
 
     def close(self) -> None:
-        if self.usable:
-            dist.destroy_process_group(self._group)
-        self._group = None
+        last_reference, self._group = [self._group] if self.usable else [], None
+        if last_reference:
+            dist.destroy_process_group(*last_reference)
+            # The destructor of a gloo group waits 20 ms for its threads. Another thread waits in place of the caller.
+            with suppress(RuntimeError):  # no more threads can be started: the caller waits
+                threading.Thread(target=last_reference.clear, name="gloo-close").start()
 
     def combine(self, step: str, work: Callable[[], T], combine: Callable[[list[T]], R]) -> R:
         own_failure, outcome = self._run(step, work, combine)

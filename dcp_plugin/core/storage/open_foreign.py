@@ -67,8 +67,7 @@ def _open_other(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
     else:
         files = medium_of(path).open(path.parent)
         contents = _read_one(files, path, kind, reason)
-    index = contents.index(files.where)
-    index.scaled = scales.find(index.table, files)
+    index = scales.with_scaled(contents.index(files.where), files)
 
     def find_fingerprint() -> str:
         with damage_in(path):

@@ -81,7 +81,8 @@ class BatchOfFetches(Batch):
     def __init__(self, fetches: list[Fetch], cost: ReadCost) -> None:
         first = fetches[0]
         self._fetches = fetches
-        self._piece = READ_PIECE if cost.gap < READ_PIECE and first.block is not None else sys.maxsize
+        checks_pieces = cost.gap < READ_PIECE and first.block is not None
+        self._piece = max(READ_PIECE, first.block) if checks_pieces else sys.maxsize
         self.file, self.begin, self.key = first.location.file, first.begin, first.key
         self.nbytes = fetches[-1].end - self.begin
 
@@ -100,7 +101,7 @@ class BatchOfFetches(Batch):
             fetch.finish(block)
             return
         # One call for all fetches, and for the bytes between them.
-        apart = [(fetch.begin, views) for fetch, ((_, _, views),) in placed]
+        apart = [(fetch.begin, fetch.end, views) for fetch, ((_, _, views),) in placed]
         count.read += self.fill(file, _with_gaps(apart), self.begin, self.begin + self.nbytes)
         for fetch, (part,) in placed:
             count.unchecked += fetch.check(*part)
@@ -130,8 +131,8 @@ class BatchOfChunks(Batch):
 
     def read(self, file: RangedFile, rings: Rings, count: Count) -> None:
         views = [memory_view(chunk.target) for chunk in self.chunks]
-        scattered = _with_gaps((begin, [view]) for begin, view in zip(self.begins, views, strict=True))
-        count.read += self.fill(file, scattered, self.begin, self.begin + self.nbytes)
+        parts = [(begin, begin + len(view), [view]) for begin, view in zip(self.begins, views, strict=True)]
+        count.read += self.fill(file, _with_gaps(parts), self.begin, self.begin + self.nbytes)
         for chunk, view, expected in zip(self.chunks, views, self.hashes, strict=True):
             if expected and hashes_in(view) != expected:
                 # The check of a fetch raises the error that names the block.
@@ -212,18 +213,17 @@ def _pieces(part: Part, size: int) -> Iterator[Part]:
     yield begin, end, views
 
 
-def _with_gaps(parts: Iterable[tuple[int, list[memoryview]]]) -> list[memoryview]:
-    """Return the memory of parts of a file in order, given their positions, with spare memory for the gaps."""
+def _with_gaps(parts: Sequence[Part]) -> list[memoryview]:
+    """Return the memory of parts of a file in order, with spare memory for the gaps between them."""
     scattered: list[memoryview] = []
-    spare = memoryview(b"")
-    position = None
-    for begin, views in parts:
-        if position is not None and begin > position:
+    spare, position = memoryview(b""), parts[0][0]
+    for begin, end, views in parts:
+        if begin > position:
             if begin - position > len(spare):
                 spare = memoryview(bytearray(begin - position))
             scattered.append(spare[: begin - position])
         scattered += views
-        position = begin + sum(map(len, views))
+        position = end
     return scattered
 
 

@@ -35,8 +35,7 @@ def described(value: Any, any_rank: bool) -> ShardedValue:
         ]
         return _of_chunks(tuple(metadata.size), metadata.tensor_properties.dtype, chunks)
     if isinstance(value, DTensor):
-        with torch.no_grad():  # with gradients, to_local() would make a view for autograd, which is slow
-            local = settled(value.to_local())
+        local = settled(value._local_tensor)  # to_local() would make a view for autograd, which is slow
         if hasattr(local, "__create_chunk_list__"):
             return _of_protocol(local, tuple(value.shape), value.dtype, value)
         box = _box_of(value)

@@ -19,10 +19,11 @@ import torch
 
 from dcp_plugin.core.errors import CheckpointMismatch
 
-READ_PIECE = 1 << 20
-"""Largest piece that is read and then checked, in bytes; a multiple of every size of a checksum block.
+READ_PIECE = 512 << 10
+"""Largest piece that is read and then checked, in bytes, unless one checksum block is larger.
 
-It fits into the processor's cache. Pieces of 8 MiB would be fetched from DRAM again for the check.
+The piece and its page cache fit into the processor's cache. Pieces of 8 MiB would be fetched from DRAM again for the
+check.
 """
 PIECE = 512 << 10
 """Largest piece that is checked and then written, in bytes. It fits into the processor's cache for the same reason.

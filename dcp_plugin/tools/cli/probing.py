@@ -18,9 +18,6 @@ def doctor_command(
     path: Annotated[str, typer.Argument(metavar="PATH|URL", help="A folder of checkpoints, or a URL.")] = ".",
     gb: Annotated[float, typer.Option("--gb", min=0.001, help="The size of a save, in GiB.")] = 10.0,
     write: Annotated[bool, typer.Option("--write", help="Also write to a bucket, at most 256 MiB.")] = False,
-    timeout: Annotated[
-        float, typer.Option(min=1.0, metavar="SECONDS", help="Time after which the place counts as hanging.")
-    ] = 30.0,
     as_json: JsonOption = False,
     storage_option: StorageOptionsOption = None,
 ) -> Answer:
@@ -31,7 +28,7 @@ def doctor_command(
     from dcp_plugin.tools.probes import doctor
 
     options = storage_options(storage_option)
-    report = doctor(path, write=write, nbytes=int(gb * 2**30), timeout=timeout, storage_options=options)
+    report = doctor(path, write=write, nbytes=int(gb * 2**30), storage_options=options)
     error = f"{report.path}: a save would fail: {report.failed[0].text}" if report.failed else ""
     return Answer({"doctor": report}, partial(_print_report, report), NO if report.failed else 0, error)
 
@@ -39,8 +36,7 @@ def doctor_command(
 def _print_report(report: DoctorReport) -> None:
     states = {"failed": "FAILED", "note": "note", "ok": ""}
     table(("", "probe", "result"), [(states[probe.state], probe.name, probe.text) for probe in report.probes])
-    if report.save_seconds is not None and report.load_seconds is not None:
-        times = f"takes one process about {report.save_seconds:.3g} s, and a load {report.load_seconds:.3g} s"
-        echo(f"A save of {size(report.nbytes)} {times}.")
+    if report.save_seconds is not None:
+        echo(f"A save of {size(report.nbytes)} takes one process about {report.save_seconds:.3g} s.")
     if not report.failed:
         echo(f"Settings to begin with: {report.settings}")

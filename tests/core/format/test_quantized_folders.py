@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as stock
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM, Mxfp4Config
 
 import dcp_plugin as dcp
 from tests.compare import assert_same, full_state, same_bytes
@@ -261,6 +262,20 @@ def test_a_checkpoint_of_ours_does_not_lose_a_scale_in_a_conversion(tmp_path: Pa
         dcp.load({"model": {"one.weight": torch.zeros(8, 8)}}, tmp_path / "step-1", strict=False)
 
 
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "quantized"
+
+
+@pytest.mark.parametrize(
+    "folder", [path.name for path in sorted(FIXTURES.iterdir()) if (path / "config.json").exists()]
+)
+def test_a_folder_of_another_library_has_the_weights_that_the_library_gives(folder: str) -> None:
+    expected = load_file(FIXTURES / f"{folder}.safetensors")
+    found = {key: torch.zeros_like(tensor) for key, tensor in expected.items()}
+    report = dcp.load({"model": found}, FIXTURES / folder)
+    assert_same(found, expected)
+    assert not report.unexpected
+
+
 def _llama(**quantization: Any) -> LlamaConfig:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     return LlamaConfig(vocab_size=48, tie_word_embeddings=False, **sizes, **quantization)
@@ -295,3 +310,112 @@ def test_torchs_reader_gives_the_same_for_blocks_of_128(tmp_path: Path) -> None:
     dcp.load({"model": found}, path)
     stock.load(expected, storage_reader=stock.QuantizedHuggingFaceStorageReader(str(path)))
     assert_same(found, expected)
+
+
+PROJECTIONS = [f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+
+
+def _gpt_oss(**changes: Any) -> GptOssConfig:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "layer_types": ["full_attention"]}
+    return GptOssConfig(vocab_size=48, head_dim=32, num_key_value_heads=1, **{**sizes, **experts, **changes})
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of gpt-oss with square matrices, as in the published models, and with all values and exponents."""
+    torch.manual_seed(4)
+    stored = {key: tensor.clone() for key, tensor in GptOssForCausalLM(_gpt_oss()).state_dict().items()}
+    for key in PROJECTIONS:
+        experts, columns, rows = stored.pop(key).shape
+        stored[f"{key}_blocks"] = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+        stored[f"{key}_scales"] = torch.arange(experts * rows * columns // 32).reshape(experts, rows, -1).byte()
+    path = _folder(tmp_path_factory.mktemp("gpt") / "folder", stored, {})
+    _gpt_oss(**_config("mxfp4", modules_to_not_convert=["lm_head"])).save_pretrained(path)
+    return path
+
+
+def _experts(path: Path, dtype: torch.dtype = torch.float32) -> State:
+    dequantized = Mxfp4Config(dequantize=True)
+    model = GptOssForCausalLM.from_pretrained(path, quantization_config=dequantized, dtype=dtype)
+    return {key: model.state_dict()[key] for key in PROJECTIONS}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore")
+def test_gpt_oss_gets_the_matrices_that_transformers_gives_it(gpt_oss: Path, dtype: torch.dtype) -> None:
+    model = GptOssForCausalLM(_gpt_oss()).to(dtype)
+    report = dcp.load({"model": model}, gpt_oss)
+    assert_same({key: model.state_dict()[key] for key in PROJECTIONS}, _experts(gpt_oss, dtype))
+    assert not report.missing and not report.unexpected
+
+
+@on_ranks(2)
+def test_each_rank_unpacks_its_own_part_of_gpt_oss(gpt_oss: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    whole = {key: torch.zeros(3, 64, size) for key, size in zip(PROJECTIONS, (128, 64), strict=True)}
+    dcp.load({"model": whole}, gpt_oss, dcp.PartialLoad(unexpected="ignore", cast=True))
+    for dim in range(3):  # three experts: one rank has two
+        found = {key: distribute_tensor(torch.zeros(tensor.shape), mesh, [Shard(dim)]) for key, tensor in whole.items()}
+        dcp.load({"model": found}, gpt_oss, dcp.PartialLoad(unexpected="ignore", cast=True), io=dcp.IO(broadcast=True))
+        assert_same(full_state(found), whole)
+
+
+@on_ranks(2)
+def test_a_matrix_that_another_rank_takes_is_not_unexpected(gpt_oss: Path) -> None:
+    model, last = GptOssForCausalLM(_gpt_oss()), PROJECTIONS[1]
+    for key in model.state_dict():
+        if (key == last) != (dist.get_rank() == 1):
+            module, _, name = key.rpartition(".")
+            delattr(model.get_submodule(module), name)
+    report = dcp.load({"model": model}, gpt_oss)
+    assert not report.missing and not report.unexpected
+    assert all(tensor.any() for key, tensor in model.state_dict().items() if key in PROJECTIONS)
+
+
+class Unpacked(nn.Module):
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.register_buffer(name, torch.zeros(3, 64, 128))
+        self.register_load_state_dict_pre_hook(lambda module, state, *_: self.handed.update(state))
+        self.handed: State = {}
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", ""])
+@pytest.mark.filterwarnings("ignore")
+def test_hooks_get_the_product_or_the_packed_tensor_with_its_scale(gpt_oss: Path, name: str) -> None:
+    model = Unpacked(*filter(None, [name]))
+    state = {"model": nn.ModuleDict({"model": nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict()])})})}
+    state["model"]["model"]["layers"][0]["mlp"] = nn.ModuleDict({"experts": model})
+    dcp.load(
+        state, gpt_oss, dcp.PartialLoad(include="*.gate_up_proj*", exclude="*_bias", unexpected="ignore", cast=True)
+    )
+    raw = dcp.read(gpt_oss, "*.gate_up_proj_[bs]*", exclude="*_bias")
+    packed = {key.removeprefix("model."): tensor for key, tensor in raw.items()}
+    assert_same(model.handed, {PROJECTIONS[0]: _experts(gpt_oss)[PROJECTIONS[0]]} if name else packed)
+
+
+def test_a_tool_has_gpt_oss_as_it_is_stored(gpt_oss: Path) -> None:
+    stored = dcp.read(gpt_oss, include="*_proj_*", exclude="*_bias")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.uint8} and len(stored) == 4
+    found = {key.removeprefix("model."): torch.zeros_like(tensor) for key, tensor in stored.items()}
+    dcp.load({"model": found}, gpt_oss, dcp.PartialLoad(unexpected="ignore", cast=True))
+    assert_same({f"model.{key}": tensor for key, tensor in found.items()}, stored)
+
+
+def test_another_model_with_square_matrices_is_not_filled_with_transposed_ones(gpt_oss: Path) -> None:
+    found = {"mlp2_weight": torch.zeros(3, 64, 64)}
+    rename = {"model.mlp2_weight": f"model.{PROJECTIONS[1]}"}
+    with pytest.raises(dcp.CheckpointMismatch, match=r"which names it .*down_proj, is known to have its matrices"):
+        dcp.load({"model": found}, gpt_oss, dcp.PartialLoad(rename=rename, unexpected="ignore"))
+
+
+@pytest.mark.parametrize("changes", [{"model_type": "other"}, {"intermediate_size": 32}, {"hidden_size": "64"}])
+def test_gpt_oss_with_another_configuration_is_refused(gpt_oss: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    config = json.loads((gpt_oss / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    (tmp_path / "model.safetensors").symlink_to(gpt_oss / "model.safetensors")
+    found = {PROJECTIONS[1]: torch.zeros(3, 64, 64)}
+    with pytest.raises(dcp.CheckpointMismatch, match=r"mxfp4, stored as .*down_proj_blocks, is not dequantized"):
+        dcp.load({"model": found}, tmp_path, strict=False)

@@ -19,12 +19,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import dcp_plugin as dcp
+from dcp_plugin.core.paths import as_path
 from tests import launch
+from tests.commands import invoke
 from tests.compare import assert_same, same_bytes
 from tests.foreign import without_crcs
 from tests.launch import on_ranks
 from tests.layouts import WORLD_SIZE, build, train, whole_state, wrap
+from tests.object_server import Bucket
 from tests.objects import PickledAs, attack
+from tests.places import copy_folder
 
 LAYOUTS = ("fsdp2", "fsdp2@3", "fsdp2_hsdp", "tp", "fsdp2_tp", "fsdp1_hsdp", "fsdp1")
 
@@ -180,7 +184,7 @@ def test_ranks_that_contradict_each_other_are_both_named(placed: Path, tmp_path:
     with pytest.raises(dcp.CheckpointMismatch, match=r"size_2_rank_\d.pt and .*size_3_rank_1.pt|size_3.* and .*size_2"):
         dcp.inspect(tmp_path / "ck")
     (tmp_path / "ck" / stray.name).rename(tmp_path / "ck" / "model_world_size_2_rank_1.pt")
-    with pytest.raises(dcp.CheckpointMismatch, match=r"mesh of \(2,\).* in model_world_size_2_rank_0.pt, and .*\(3,\)"):
+    with pytest.raises(dcp.CheckpointCorrupt, match="file of rank 2 is missing"):
         dcp.inspect(tmp_path / "ck")
 
 
@@ -197,19 +201,23 @@ def test_one_of_the_files_is_refused_with_the_name_of_the_folder(placed: Path) -
         dcp.inspect(placed / "ck" / "model_world_size_2_rank_1.pt")
 
 
-def _save_odd(folder: Path) -> None:
-    mesh = init_device_mesh("cpu", (2,))
+def _save_odd(folder: Path, placement: Any) -> None:
     local = torch.full((2, 2), float(dist.get_rank()))
-    sums = DTensor.from_local(local, mesh, [Partial()])
-    _save_as_verl(folder, model={"sums": sums, "local": local, "same": torch.ones(2), "ok": torch.ones(3)})
+    placed = DTensor.from_local(local, init_device_mesh("cpu", (2,)), [placement])
+    _save_as_verl(folder, model={"w": placed, "local": local, "same": torch.ones(2)})
 
 
-def test_a_summand_and_a_plain_tensor_that_differs_are_refused_when_they_are_asked_for(tmp_path: Path) -> None:
-    launch.run(_save_odd, 2, tmp_path)
+def test_a_plain_tensor_that_differs_is_refused_when_it_is_asked_for(tmp_path: Path) -> None:
+    launch.run(_save_odd, 2, tmp_path, Shard(0))
     assert sorted(dcp.read(tmp_path, "model.same")) == ["model.same"]
-    for key, reason in {"sums": "stored as summands", "local": r"differs between model_w.*_0\.pt and model_w"}.items():
-        with pytest.raises(dcp.CheckpointMismatch, match=rf"model\.{key} .*{reason}"):
-            dcp.load({"model": {key: torch.zeros(2, 2)}}, tmp_path, dcp.PartialLoad(include=f"model.{key}"))
+    with pytest.raises(dcp.CheckpointMismatch, match=r"model\.local .*differs between model_w.*_0\.pt and model_w"):
+        dcp.load({"model": {"local": torch.zeros(2, 2)}}, tmp_path, dcp.PartialLoad(include="model.local"))
+
+
+def test_a_summand_is_refused(tmp_path: Path) -> None:
+    launch.run(_save_odd, 2, tmp_path, Partial())
+    with pytest.raises(dcp.CheckpointCorrupt, match=r"model\.w is a DTensor that is .*of another kind"):
+        dcp.inspect(tmp_path)
 
 
 def _dtensor(spec: Any) -> Any:
@@ -264,8 +272,10 @@ def test_copies_are_compared_where_torch_wrote_no_checksums(tmp_path: Path) -> N
         dcp.load({"model": {"w": torch.zeros(3)}}, tmp_path)
 
 
-def test_they_are_imported_and_exported(placed: Path, tmp_path: Path) -> None:
-    dcp.export(placed / "ck", tmp_path / "dcp", format="dcp")
+def test_they_are_imported_and_exported_from_a_bucket_too(placed: Path, tmp_path: Path, bucket: Bucket) -> None:
+    copy_folder(placed / "ck", as_path(bucket.url) / "ck")
+    result = invoke("import", f"{bucket.url}/ck", tmp_path / "dcp")
+    assert result.exit_code == 0, result.stderr
     dcp.export(placed / "ck", tmp_path / "file.pt", format="torch")
     expected = dcp.read(placed / "ck")
     assert_same(expected, dcp.read(tmp_path / "dcp"))

@@ -8,6 +8,7 @@ safetensors               8 bytes of length and a JSON header; a directory with 
 Lightning's ``.ckpt``     a ``torch.save`` file with ``pytorch-lightning_version``
 Accelerate's folder       ``pytorch_model_fsdp_0/``, ``pytorch_model_fsdp.bin``, or ``model.safetensors``
 rank files                ``model_world_size_2_rank_0.pt``, …; ``pytorch_model_fsdp_0_rank0.bin``, …
+DeepSpeed's folder        ``mp_rank_00_model_states.pt``, …; or the folder with it, and a file ``latest``
 Lightning's directory     ``.metadata``, and a ``meta.pt`` with ``pytorch-lightning_version``
 ========================  ==========================================================================================
 

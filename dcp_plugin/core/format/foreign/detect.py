@@ -29,13 +29,23 @@ _LOOKED_FOR = (
     "Looked for a directory with .metadata (dcp_plugin, torch.distributed.checkpoint), *.safetensors.index.json, "
     "*.bin.index.json, model.safetensors, pytorch_model.bin, pytorch_model_fsdp.bin, pytorch_model_fsdp_0/.metadata, "
     "model_world_size_*_rank_*.pt, pytorch_model_fsdp_*_rank*.bin, "
+    "zero_pp_rank_*_optim_states.pt or a file latest that names their folder (DeepSpeed), "
     "shard-*-model-*.safetensors, or one file that is a safetensors or torch.save file; or such a file itself"
 )
 
 _MOST_LISTED = 1000
 """Most files of a directory of which the first bytes are read."""
 
+_MOST_TAG = 256
+"""Longest name in a file ``latest``, in bytes."""
+
 INDEX = ".index.json"
+_OF_ORBAX = frozenset({"_CHECKPOINT_METADATA", "manifest.ocdbt", "orbax.checkpoint"})
+_FROM_ORBAX = (
+    "it is a checkpoint of Orbax. Where JAX is installed, write its arrays as safetensors: "
+    "safetensors.flax.save_file(flax.traverse_util.flatten_dict(orbax.checkpoint.PyTreeCheckpointer().restore({!r}), "
+    "sep='.'), 'model.safetensors')"
+)
 _FAMILIES = ("model.safetensors", "pytorch_model_fsdp.bin", "pytorch_model.bin", "model.bin")
 _NAMED = re.compile(r"(model|pytorch_model|pytorch_model_fsdp)(?:_(\d+))?\.(safetensors|bin)")
 _LEGACY = b"\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"  # torch's magic number, as its pickles before 1.6 begin with it
@@ -65,6 +75,9 @@ def read_file(files: Files, name: str) -> Contents:
     if kind == "safetensors" and (rank := safetensors.rank_of(files, name)) is not None:
         reason = f"it has what rank {rank} had of each tensor. Name the directory, {files.where}"
         raise not_found(f"{files.where}/{name}", reason)
+    if (of_deepspeed := torch_file.FILE_OF_DEEPSPEED.fullmatch(name)) and of_deepspeed[1]:
+        reason = f"it has the parts of rank {of_deepspeed[1]} alone. Name the directory, {files.where}"
+        raise not_found(f"{files.where}/{name}", reason)
     try:
         return _READ[kind](files, name)
     except (CheckpointMismatch, UnsafeCheckpoint) as error:
@@ -90,6 +103,8 @@ def kind_of_file(files: Files, name: str) -> str:
         return "safetensors"
     if head.startswith(_LFS):
         return "it is a pointer of Git LFS; `git lfs pull` fetches the file itself"
+    if name.endswith(".nemo"):
+        return f"it is a tar archive of NeMo; `tar -xf {name}` gives its model_weights.ckpt, or its folder of weights"
     if _LEGACY in head:
         return (
             "it is a torch.save file from before torch 1.6; torch.save(torch.load(old, weights_only=True), new) makes "
@@ -120,6 +135,10 @@ def read_directory(files: Files, reason: str) -> Contents:
         from dcp_plugin.core.format.foreign import rank_files  # few checkpoints have them
 
         contents = rank_files.read_files(files, names)
+    elif (prefix := _folder_of_deepspeed(files, names)) is not None:
+        from dcp_plugin.core.format.foreign import zero  # few checkpoints have them
+
+        contents = zero.read_folder(files, prefix)
     else:
         kinds = {name: kind for name in names[:_MOST_LISTED] if (kind := kind_of_file(files, name)) in _READ}
         wanted = "safetensors" if "safetensors" in kinds.values() else "torch.save"
@@ -129,11 +148,27 @@ def read_directory(files: Files, reason: str) -> Contents:
             return safetensors.read_parts(files, parts)
         if len(matching) != 1:
             several = f"it has {len(matching)} files that could be meant, name one: {', '.join(matching[:8])}"
-            raise not_found(files.where, several if matching else f"{reason}. {_LOOKED_FOR}")
+            unknown = f"{reason}. {_LOOKED_FOR}" if _OF_ORBAX.isdisjoint(names) else _FROM_ORBAX.format(files.where)
+            raise not_found(files.where, several if matching else unknown)
         contents = _READ[wanted](files, matching[0])
     if _RANDOM_STATES in names:
         contents.format = "accelerate"
     return contents
+
+
+def _folder_of_deepspeed(files: Files, names: list[str]) -> str | None:
+    """Return the folder with the files of DeepSpeed's ranks, as a prefix of their names; None if there is none.
+
+    It is the folder itself, or the folder that a file ``latest`` in it names.
+    """
+    if any(map(torch_file.FILE_OF_DEEPSPEED.fullmatch, names)):
+        return ""
+    for pointer in ("latest", "latest_universal"):
+        if pointer in names:
+            tag = read(files, pointer, _MOST_TAG).decode(errors="replace").strip()
+            if f"{tag}/" in files.names() and any(exists(files, f"{tag}/{name}") for name in torch_file.OF_DEEPSPEED):
+                return f"{tag}/"
+    return None
 
 
 def _models_in(names: list[str]) -> dict[int, str]:

@@ -70,7 +70,7 @@ _REBUILT = "torch._tensor._rebuild_from_type_v2"
 _INERT = (
     *("tensor.DTensor", "tensor._dtensor_spec.DTensorSpec", "tensor._dtensor_spec.TensorMeta"),
     *("tensor._dtensor_spec.ShardOrderEntry", "device_mesh.DeviceMesh"),
-    *(f"tensor.placement_types.{name}" for name in ("Shard", "_StridedShard", "Replicate", "Partial", "_MaskPartial")),
+    *(f"tensor.placement_types.{name}" for name in ("Shard", "_StridedShard", "Replicate")),
     *(f"_mesh_layout.{name}" for name in ("_MeshLayout", "_FlatLayout")),
     *("_shard.sharded_tensor.api.ShardedTensor", "_shard.sharded_tensor.metadata.ShardedTensorMetadata"),
     *("_shard.sharded_tensor.shard.Shard", "_shard.metadata.ShardMetadata", "remote_device._remote_device"),
@@ -95,12 +95,9 @@ class _Entry(NamedTuple):
     """Shards of the rank; of a plain tensor the tensor itself."""
     shape: tuple[int, ...] | None = None
     """Shape of the tensor that the shards are of; None if it is plain."""
-    layout: str = ""
-    """Mesh and placements in words."""
     checksum: int = 0
     """CRC32 of the record that a plain tensor is in, or that has a shard of a DTensor and nothing else; else 0."""
     world_size: int = 0
-    refusal: str = ""
 
 
 def read_files(files: Files, names: list[str]) -> Contents:
@@ -122,8 +119,6 @@ def read_files(files: Files, names: list[str]) -> Contents:
             for key, path, entry in _entries(files, file, name):
                 entries.setdefault(key, {})[rank] = entry
                 contents.paths |= {key: path} if path else {}
-        for key, of_key in entries.items():
-            _require_agreement(files, key, list(of_key.values()))
         on_meshes = max((entry.world_size for of_key in entries.values() for entry in of_key.values()), default=0)
         _require_ranks(files, by_rank, max(on_meshes, len(by_rank)))
         if kind := _KINDS.get(name.partition("_")[0]):
@@ -172,8 +167,6 @@ def _require_ranks(files: Files, by_rank: dict[int, str], world_size: int) -> No
                 f"{files.where}: the file of rank {rank} is missing beside {known}; {world_size} ranks have written "
                 f"this checkpoint. Copy the files of all ranks into one folder."
             )
-    if len(by_rank) > world_size:
-        raise CheckpointMismatch(f"{files.where}: {by_rank[max(by_rank)]} is of a rank that does not exist")
 
 
 def _entries(files: Files, name: str, of: str) -> Iterator[tuple[str, tuple[str | int, ...] | None, _Entry]]:
@@ -200,7 +193,8 @@ def _entry(file: torch_file.OpenFile, key: str, leaf: Any) -> _Entry:
             return (_of_sharded_tensor if leaf.of == "ShardedTensor" else _of_dtensor)(file, key, leaf)
         except (AttributeError, KeyError, IndexError, TypeError, ValueError, ArithmeticError) as error:
             raise CheckpointCorrupt(
-                f"{file.label}: {key} is a {leaf.of} that is damaged, or of an unknown version of torch: {error!r}"
+                f"{file.label}: {key} is a {leaf.of} that is damaged, or of another kind than torch's FSDP and tensor "
+                f"parallelism make: {error!r}"
             ) from error
     if isinstance(leaf, torch.Tensor):
         view = torch_file.view_of(file, key, leaf)
@@ -220,23 +214,17 @@ def _of_dtensor(file: torch_file.OpenFile, key: str, leaf: Shards) -> _Entry:
     sizes, at = tuple(map(int, _mesh_sizes(mesh))), mesh["_coordinate_on_dim"]
     states = [(type(placement).of, _attributes(placement.state)) for placement in spec["placements"]]
     placements = [(kind, int(state.get("dim", -1)), int(state.get("split_factor", 1))) for kind, state in states]
-    layout = f"a DTensor with the placements {placements} on a mesh of {sizes}"
-    entry = _Entry(file.name, None, [], shape, layout, world_size=prod(sizes))
     if at is None:  # the rank is not part of the mesh
-        return entry
-    view = torch_file.view_of(file, key, held["_local_tensor"])
-    box = _box(shape, sizes, at, placements)
-    if isinstance(box, str):
-        return entry._replace(refusal=box, views=[view])
-    if view.shape != box[1]:
-        raise CheckpointMismatch(
-            f"{file.label}: the shard of {key} has shape {view.shape}, and {layout} of a tensor of shape {shape} "
-            f"implies {box[1]}"
-        )
+        return _Entry(file.name, None, [], shape, world_size=prod(sizes))
     local = held["_local_tensor"]
+    view = torch_file.view_of(file, key, local)
+    offsets, implied = _box(shape, sizes, at, placements)
+    if view.shape != implied:
+        raise ValueError(f"a shard of shape {view.shape} by {placements} on a mesh of {sizes}, which imply {implied}")
     # A shard may share its record with padding, which differs between ranks without a meaning.
     is_alone = file.sizes.get(record_offset(local) or 0) == local.numel() * local.itemsize
-    return entry._replace(views=[view._replace(offsets=box[0])], checksum=file.checksum_of(local) if is_alone else 0)
+    checksum = file.checksum_of(local) if is_alone else 0
+    return _Entry(file.name, None, [view._replace(offsets=offsets)], shape, checksum, prod(sizes))
 
 
 def _of_sharded_tensor(file: torch_file.OpenFile, key: str, leaf: Shards) -> _Entry:
@@ -247,11 +235,10 @@ def _of_sharded_tensor(file: torch_file.OpenFile, key: str, leaf: Shards) -> _En
     for shard in map(_attributes, (shard.state for shard in shards)):
         place = _attributes(shard["metadata"].state)
         view, begin = torch_file.view_of(file, key, shard["tensor"]), tuple(place["shard_offsets"])
-        ends = [at + size for at, size in zip(begin, view.shape, strict=True)]
-        if min(begin, default=0) < 0 or any(end > size for end, size in zip(ends, shape, strict=True)):
+        if not all(0 <= at <= size - rows for at, rows, size in zip(begin, view.shape, shape, strict=True)):
             raise ValueError(f"a shard of shape {view.shape} at {begin} of a tensor of shape {shape}")
         views.append(view._replace(offsets=begin))
-    return _Entry(file.name, None, views, shape, "shards", world_size=len(metadata["shards_metadata"]))
+    return _Entry(file.name, None, views, shape, world_size=len(metadata["shards_metadata"]))
 
 
 def _attributes(state: Any) -> dict[str, Any]:
@@ -272,8 +259,8 @@ def _mesh_sizes(mesh: dict[str, Any]) -> tuple[int, ...]:
 
 def _box(
     shape: tuple[int, ...], mesh: tuple[int, ...], at: tuple[int, ...], placements: list[tuple[str, int, int]]
-) -> tuple[tuple[int, ...], tuple[int, ...]] | str:
-    """Return the offsets and the sizes of a shard; the reason if a rank has something else than one box.
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the offsets and the sizes of a shard. Raises ValueError if a rank has something else than one box.
 
     Args:
         at: Position of the rank in the mesh.
@@ -281,13 +268,11 @@ def _box(
     """
     order: list[tuple[int, int, int]] = []
     for (kind, dim, split), size, number in reversed(list(zip(placements, mesh, at, strict=True))):
-        if kind in ("Partial", "_MaskPartial"):
-            return "is stored as summands, one on each rank: redistribute() it to Shard or Replicate before the save"
         if kind == "Shard":
             order.insert(0, (dim, size, number))
         elif kind == "_StridedShard":  # this cut comes after those of later dimensions of the mesh
             if split != prod(other for within, other, _ in order if within == dim):
-                return "has several boxes on each rank: redistribute() it to Shard before the save"
+                raise ValueError("several boxes on each rank")
             order.append((dim, size, number))
     offsets, sizes = [0] * len(shape), list(shape)
     for dim, count, number in order:
@@ -299,18 +284,6 @@ def _box(
     return tuple(offsets), tuple(sizes)
 
 
-def _require_agreement(files: Files, key: str, entries: list[_Entry]) -> None:
-    """Raise CheckpointMismatch if two ranks contradict each other about the tensor that they have parts of."""
-    first, *others = entries
-    for other in others:
-        dtypes = {view.dtype for entry in (first, other) for view in entry.views[:1]}
-        if (first.shape, first.layout) != (other.shape, other.layout) or (first.shape and len(dtypes) > 1):
-            raise CheckpointMismatch(
-                f"{files.where}: {key} is {_described(first)} in {first.file}, and {_described(other)} in "
-                f"{other.file}. Are these files of one save?"
-            )
-
-
 def _add(contents: Contents, files: Files, key: str, of_rank: dict[int, _Entry], count: int) -> None:
     """Add a key with the entries of all ranks that have it. ``count`` is the number of ranks.
 
@@ -318,9 +291,7 @@ def _add(contents: Contents, files: Files, key: str, of_rank: dict[int, _Entry],
         CheckpointCorrupt: The shards do not fill the tensor.
     """
     first = next(iter(of_rank.values()))
-    if refusal := next((entry.refusal for entry in of_rank.values() if entry.refusal), ""):
-        contents.values[key] = RefusedValue(reason=refusal)
-    elif first.shape is not None:
+    if first.shape is not None:
         _add_shards(contents, files, key, first.shape, list(of_rank.values()))
     elif differing := next((entry for entry in of_rank.values() if not _is_same(first, entry)), None):
         _add_differing(contents, key, of_rank, f"differs between {first.file} and {differing.file}")
@@ -344,12 +315,6 @@ def _add_differing(contents: Contents, key: str, of_rank: dict[int, _Entry], rea
         path = (name, str(rank), *below)
         contents.paths[".".join(path)] = path
         _add_plain(contents, ".".join(path), entry)
-
-
-def _described(entry: _Entry) -> str:
-    if entry.shape is None:
-        return "plain"
-    return f"{entry.layout}, of shape {entry.shape}" + "".join(f" and {view.dtype}" for view in entry.views[:1])
 
 
 def _have_drifted(entries: Iterable[_Entry]) -> bool:
@@ -377,7 +342,8 @@ def _add_shards(contents: Contents, files: Files, key: str, shape: tuple[int, ..
     for view in (view for entry in entries for view in entry.views):
         if 0 not in view.shape or 0 in shape:
             parts.setdefault(view.offsets, view)  # of copies, that of the first rank counts
-    if sum(prod(part.shape) for part in parts.values()) != prod(shape) or not parts:
+    kinds = {(entry.shape, view.dtype) for entry in entries for view in entry.views}
+    if sum(prod(part.shape) for part in parts.values()) != prod(shape) or len(kinds) != 1:
         raise CheckpointCorrupt(
             f"{files.where}: the shards of {key} in {entries[0].file}, … do not fill its shape {shape}. Copy the files "
             f"of all ranks, from one save."

@@ -13,7 +13,12 @@ decides how the scale is applied, never a name. The shape of the scale must be t
                         ``channel``, ``block`` (``block_structure``)      as with blocks above
 ``modelopt``            ``quant_algo``: ``FP8``,                          one number;
                         ``FP8_PER_CHANNEL_PER_TOKEN``                     (rows,) or (rows, 1)
+``mxfp4``               none; the ``model_type`` is ``gpt_oss``           (rows, columns / 32), exponents in bytes
 ======================  ================================================  =============================================
+
+The matrices of gpt-oss are packed: a byte has two numbers of four bits, the earlier one in its lower half. The model of
+transformers has them transposed. Their shape cannot tell, because ``down_proj`` is square in the published models. So
+the sizes in ``config.json`` decide which dimension is which.
 
 A tensor of another method, or with another scale, has a ``refusal``. A load never fills a target from it without the
 scale. Scales of activations and caches (:data:`NOT_OF_WEIGHTS`) belong to no tensor, and are never applied.
@@ -21,6 +26,7 @@ scale. Scales of activations and caches (:data:`NOT_OF_WEIGHTS`) belong to no te
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +36,8 @@ import torch
 from dcp_plugin.core.errors import CheckpointCorrupt
 from dcp_plugin.core.format import MOST_JSON, Files, json_object, read
 from dcp_plugin.core.format.columns import KeyColumns
+from dcp_plugin.core.format.derived_index import index_of, joined
+from dcp_plugin.core.format.index import CheckpointIndex, StoredChunk, StoredTensor
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _CANDIDATES = (*_FLOAT8, torch.uint8, torch.int8, torch.int16, torch.int32)
@@ -57,12 +65,45 @@ class Scaled:
         block: Elements in each dimension that share a number of the scale.
         refusal: The reason why a load does not apply the scale; empty if it does.
         needs_scale: False if a target of the stored dtype may be filled alone: layers of bitsandbytes find their scale.
+        packed: The key of the packed tensor, if this is the key that a model has for it and a load fills it.
+        shape: The shape of the tensor in the model, for such a key.
     """
 
     scale: str
     block: tuple[int, ...]
     refusal: str
     needs_scale: bool
+    packed: str = ""
+    shape: tuple[int, ...] = ()
+
+
+class _WithProducts(CheckpointIndex):
+    """Index that also has the keys of a model for packed tensors, at the bytes of these. A load finds them by name and
+    below a prefix. A tool, which lists the keys, finds the tensors as they are stored."""
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key in self.slots if not (key in self.scaled and self.scaled[key].packed))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def with_scaled(index: CheckpointIndex, files: Files) -> CheckpointIndex:
+    """Return the index of a folder with its quantized tensors."""
+    scaled = find(index.table, files)
+    entries = [
+        (key, StoredTensor(torch.uint8, of_key.shape, [StoredChunk((0, 0, 0), of_key.shape, chunk.location)]))
+        for key, of_key in scaled.items()
+        if of_key.packed
+        for chunk in index[of_key.packed].chunks  # type: ignore[union-attr]
+    ]
+    if entries:
+        both = joined(index, index_of(entries, index.files))
+        made = _WithProducts(both.table, both.columns, both.files)
+        made.strides, made.values_here, made.label = index.strides, index.values_here, index.label
+        index = made
+    index.scaled = scaled
+    return index
 
 
 def find(table: KeyColumns, files: Files) -> dict[str, Scaled]:
@@ -82,21 +123,42 @@ def find(table: KeyColumns, files: Files) -> dict[str, Scaled]:
             config = _configuration(files) if config is None else config
             scaled[key] = _judged(table, slot, scale, config, name is not None)
             if name is not None and name not in table.slots:
-                scaled[name] = scaled[key]
+                scaled[name] = _of_gpt_oss(table, slot, scale, config) or scaled[key]
     return scaled
 
 
 def _configuration(files: Files) -> dict[str, Any]:
-    """Return ``quantization_config``; empty without one. A damaged file counts as none."""
+    """Return ``config.json``. It is empty without a file, or if the file or its ``quantization_config`` is damaged."""
     try:
-        config = json_object(read(files, "config.json", MOST_JSON + 1)).get("quantization_config")
+        config = json_object(read(files, "config.json", MOST_JSON + 1))
     except (CheckpointCorrupt, ValueError, RecursionError):
-        config = None
-    return config if isinstance(config, dict) else {}
+        return {}
+    return config if isinstance(config.get("quantization_config"), dict) else {}
+
+
+def _of_gpt_oss(table: KeyColumns, slot: int, scale: str, config: dict[str, Any]) -> Scaled | None:
+    """Return the tensor that transformers' model has for matrices of gpt-oss; None if these are no such matrices."""
+    match config:
+        case {
+            "model_type": "gpt_oss",
+            "quantization_config": {"quant_method": "mxfp4"},
+            "num_local_experts": int(experts),
+            "hidden_size": int(hidden),
+            "intermediate_size": int(inner),
+        }:
+            key, of_scale = table.keys[slot], table.slots[scale]
+            sizes = {"gate_up_proj_blocks": (2 * inner, hidden), "down_proj_blocks": (hidden, inner)}
+            rows, columns = sizes.get(key.rpartition(".")[2], (0, 0))
+            found = (table.shape_of(slot), table.shape_of(of_scale), table.dtype_of(slot), table.dtype_of(of_scale))
+            numbers = (experts, rows, columns // 32)
+            if found == ((*numbers, 16), numbers, torch.uint8, torch.uint8) and len(table.boxes_of(slot)[0]) == 1:
+                return Scaled(scale, (1, 32, 1), "", True, key, (experts, numbers[2] * 32, rows))
+    return None
 
 
 def _judged(table: KeyColumns, slot: int, scale: str, config: dict[str, Any], is_packed: bool) -> Scaled:
     """Return the description of a tensor with this scale."""
+    config = config.get("quantization_config", {})
     key, shape, dtype = table.keys[slot], table.shape_of(slot), table.dtype_of(slot)
     scale_shape, scale_dtype = table.shape_of(table.slots[scale]), table.dtype_of(table.slots[scale])
     second = next((name for end in _FURTHER if (name := f"{key}{end}") in table.slots), "")

@@ -36,6 +36,13 @@ RANK_FILE = re.compile(
     r"(pytorch_model_fsdp|optimizer)(?:_(\d{1,6}))?_rank(0|[1-9]\d{0,5})\.bin"
 )
 """Names of files with the shards of one rank (:mod:`~dcp_plugin.core.format.foreign.rank_files`)."""
+FILE_OF_DEEPSPEED = re.compile(r"(?:(?:bf16_)?zero_pp_rank_(\d{1,6})_)?mp_rank_\d{2,3}_(?:model|optim)_states\.pt")
+"""Names of DeepSpeed's files (:mod:`~dcp_plugin.core.format.foreign.zero`), with the rank if each rank has one."""
+OF_DEEPSPEED = (
+    *("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"),
+    *("zero_pp_rank_0_mp_rank_00_optim_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+)
+"""Files of which every checkpoint of DeepSpeed has one, if that of rank 0 was copied."""
 _EXTRA_STATE = "_extra_state"
 _DEPTH = 3
 

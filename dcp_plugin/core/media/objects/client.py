@@ -422,11 +422,6 @@ class ObstoreClient:
         with self._asked(key):
             self._obstore.copy(self._store, key, to)
 
-    def time_of_answer(self, prefix: str) -> float | None:
-        """Return the time of the store's clock in an answer to a listing, in seconds since the epoch; None where
-        botocore does not make the request."""
-        return self._s3.time_of_answer(prefix) if self._s3 else None
-
     def unfinished_uploads(self, prefix: str) -> list[str]:
         """Return the keys of uploads below ``prefix`` that were never completed, if the store lists them. Never raises
         OSError."""
@@ -517,9 +512,6 @@ class MemoryClient:
     def copy(self, key: str, to: str) -> None:
         with self._lock:
             self.put(to, self._files.cat_file(self._root + key))
-
-    def time_of_answer(self, prefix: str) -> float | None:
-        return time.time()
 
     def unfinished_uploads(self, prefix: str) -> list[str]:
         return []

@@ -196,7 +196,7 @@ def _begin(
             reservation = _put_record(client, final, published, _later(entry.modified), noted)
         held = _held[reservation.token]
         if final.store not in _conditional:
-            _conditional[final.store] = refuses_other_tags(client, held.record, held.contents)
+            _conditional[final.store] = _refuses(client, held.record, held.contents)
             if not _conditional[final.store]:
                 _warn_unconditional(final.store)
         with interrupts_held():
@@ -244,13 +244,18 @@ def _own(held: _Held) -> ObjectInfo | None:
     return entry if entry is not None and entry.size == len(held.contents) else None
 
 
+def has_conditions(final: ObjectPath) -> bool:
+    """Return whether the store of a reservation has conditional requests."""
+    return _conditional.get(final.store, True)
+
+
 def _put_over(client: Client, final: ObjectPath, key: str, data: bytes, tag: str | None) -> None:
     """Put an object, on the condition that it has this tag or is absent, if the store has conditional requests.
 
     Raises:
         Changed: There is another one.
     """
-    if _conditional.get(final.store, True):
+    if has_conditions(final):
         try:
             client.put_if(key, data, tag)
             return
@@ -260,7 +265,7 @@ def _put_over(client: Client, final: ObjectPath, key: str, data: bytes, tag: str
     client.put(key, data)
 
 
-def refuses_other_tags(client: Client, record: str, contents: bytes) -> bool:
+def _refuses(client: Client, record: str, contents: bytes) -> bool:
     """Return whether the store refuses a put over an object, on the condition that it is absent or has another tag."""
     for tag in (None, _OTHER_TAG):
         try:

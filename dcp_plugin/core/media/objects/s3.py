@@ -12,9 +12,8 @@ import functools
 import logging
 import os
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 logger = logging.getLogger("dcp_plugin")
@@ -109,13 +108,6 @@ class FurtherRequests:
             Exception: Whatever botocore raises.
         """
         return self._listed("list_objects_v2", prefix, Delimiter=delimiter)
-
-    def time_of_answer(self, prefix: str) -> float | None:
-        """Return the time of the store's clock, in seconds since the epoch; None if the request fails."""
-        with suppress(Exception):  # its text may have secrets of the configuration
-            headers = next(self.pages(prefix))["ResponseMetadata"]["HTTPHeaders"]
-            return parsedate_to_datetime(headers["date"]).timestamp()
-        return None
 
     def _uploads(self, prefix: str) -> Iterator[Any]:
         for page in self._listed("list_multipart_uploads", prefix):
