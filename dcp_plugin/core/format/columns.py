@@ -419,7 +419,7 @@ class Places:
 
     def location(self, number: int) -> Location:
         """Return the location of an item."""
-        # Of one item, Python's integers: numpy's would take four times as long, and a load asks for each value.
+        # Python's integers serve for one item: numpy's would take four times as long, and a load asks for each value.
         row = self.row_of(number)
         offset, length, start, payload_length = self.place[row].tolist()
         at, blocks = number - int(self.starts[row]), int(self._blocks[row])

@@ -94,7 +94,7 @@ def _fill(
 
 
 def _raw(index: CheckpointIndex, box: BoxRead) -> BoxRead:
-    """Return the read of the stored elements of a box. Of packed elements, these are complete blocks."""
+    """Return the read of the stored elements of a box. These are complete blocks of packed elements."""
     name, offsets, sizes = index.scaled[box.key].packed, box.offsets, box.sizes
     if name:
         first, end = offsets[1] // 32, -(-(offsets[1] + sizes[1]) // 32)

@@ -14,7 +14,7 @@ and cut the result into one part per rank. ZeRO 3 cuts each parameter into one p
 end. Parts begin anywhere in a row, so a part of a parameter becomes several boxes: the rest of a row, complete rows,
 and the begin of a row.
 
-The rule: the weights are those that the optimizer updates, in its dtype. What it does not update has the dtype of the
+The rule: the weights are those that the optimizer updates, in its dtype. Other tensors have the dtype of the
 training. No class of DeepSpeed is imported, and no flat tensor is read here.
 """
 
@@ -61,7 +61,7 @@ class _Group(NamedTuple):
     flats: dict[str, View]
     """Flat tensors by slot; the weights have the slot ``""``."""
     shared: dict[str, tuple[Any, str]]
-    """What all parameters have in common, such as the step and the learning rate, and a text to compare it by."""
+    """Values that all parameters share, such as the step and the learning rate, each with a text to compare it by."""
 
 
 class _Folder(NamedTuple):
@@ -98,7 +98,7 @@ class _Folder(NamedTuple):
         held[key] = stored
 
     def put_group(self, key: str, shapes: Shapes, flats: list[View], paddings: Sequence[int], cut: Cut) -> None:
-        """Add tensors that lie in one flat tensor of each rank. ``key`` has braces in place of their names."""
+        """Add tensors that one flat tensor of each rank contains. ``key`` has braces in place of their names."""
         pieces = list(cut(list(map(prod, shapes.values())), paddings, [flat.shape[0] for flat in flats]))
         (dtype,) = {flat.dtype for flat in flats}
         for (name, shape), of_name in zip(shapes.items(), pieces, strict=True):
