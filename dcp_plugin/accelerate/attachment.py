@@ -94,7 +94,7 @@ def attach(
         ...     path = accelerator.save_state("run/step-1")
         ...     checkpoints.wait()  # from here on it is there
     """
-    wanted = CheckpointConfig.merge(config, **overrides)
+    wanted = CheckpointConfig.merge(config, ("verify_resume", "expect_changed"), **overrides)
     attachment: Attachment | None = vars(accelerator).get(_ATTRIBUTE)
     if attachment is None:
         attachment = Attachment(accelerator, wanted)

@@ -88,7 +88,8 @@ def attach(
             "plugins=[DCPCheckpointIO()] of dcp_plugin.lightning instead."
         )
     strategy = fabric.strategy
-    settings = CheckpointConfig.merge(config, **overrides) if config is not None or overrides else None
+    own = ("verify_resume", "expect_changed")
+    settings = CheckpointConfig.merge(config, own, **overrides) if config is not None or overrides else None
     promoted: Any = dcp_strategy_class(strategy.__class__)
     refuse_init_from(strategy)
     if promoted is not strategy.__class__:

@@ -209,7 +209,9 @@ class ResumeCheck:
             f"compare the state with {report.path}", lambda: self._outcome(report), list
         )
         lines, failures = (said_by_ranks([outcome[number] for outcome in of_ranks]) for number in (0, 1))
-        compared, delivered, hashed, nbytes = map(max, zip(*(outcome[2] for outcome in of_ranks), strict=True))
+        compared, delivered, hashed, nbytes, unreported = map(
+            max, zip(*(outcome[2] for outcome in of_ranks), strict=True)
+        )
         self.report = replace(report, exact=False if lines else True if compared and not failures else None)
         on_ranks = f" on {len(of_ranks)} ranks" if len(of_ranks) > 1 else ""
         if lines:
@@ -227,7 +229,8 @@ class ResumeCheck:
                 reason = "; ".join(failures) or "no object of this state can be compared"
                 text = f"Resume is not known to be exact{on_ranks}, {when}: {reason}"
         if ranks.rank == 0:
-            (warn if lines else logger.info)(text)
+            # The load has reported keys that are missing, or its caller allows them: a second warning says nothing new.
+            (warn if unreported else logger.info)(text)
         return self.report
 
     def compare_before(
@@ -262,17 +265,16 @@ class ResumeCheck:
 
     def _outcome(self, report: LoadReport) -> tuple[list[str], list[str], tuple[int, ...]]:
         """Return the differences of this rank as lines, why it could not compare, and its counts: leaves compared and
-        delivered, bytes hashed and in the compared leaves."""
-        found = {
-            **self.differences,
-            NOT_RESTORED: [*self.differences[NOT_RESTORED], *report.missing, *report.unexpected],
-        }
-        unexpected = {cause: [key for key in keys if not self._is_expected(key)] for cause, keys in found.items()}
+        delivered, bytes hashed and in the compared leaves, and differing keys that the load has not reported."""
+        reported = {*report.missing, *report.unexpected}
+        differing = {**self.differences, NOT_RESTORED: [*self.differences[NOT_RESTORED], *sorted(reported)]}
+        unexpected = {cause: [key for key in keys if not self._is_expected(key)] for cause, keys in differing.items()}
         lines = [f"{cause}: {some(keys)}" for cause, keys in unexpected.items() if keys]
+        unreported = sum(key not in reported for keys in unexpected.values() for key in keys)
         marks = [self.sizes[key] for key in self.compared & self.sizes.keys()]
         sizes = sum(mark.hashed for mark in marks), sum(mark.nbytes for mark in marks)
         unused = f"no object of the state takes {some(sorted(self.unused))} of the checkpoint" if self.unused else ""
-        return lines, [*filter(None, (self.failure, unused))], (len(self.compared), len(self.sizes), *sizes)
+        return lines, [*filter(None, (self.failure, unused))], (len(self.compared), len(self.sizes), *sizes, unreported)
 
     def _is_expected(self, key: str) -> bool:
         return any(fnmatchcase(text, glob) for glob in self.expected for text in (key, key.rpartition(".")[2]))

@@ -13,7 +13,10 @@ from tests.object_server import Bucket
 for module in ("tests.accelerate.training", "tests.fabric.training", "hydra.utils"):
     launch.preload(module)
 
-RESUMED = {"accelerate_train": "resumed at step 4: loaded .* from {path}", "fabric_train": "resumed from {path}"}
+RESUMED = {
+    "accelerate_train": "resumed at step 4: loaded .* from {path}",
+    "fabric_train": "resumed at step 4: loaded .* from {path}",
+}
 """What the scripts print."""
 
 

@@ -152,7 +152,10 @@ def test_no_hook_is_called_more_often_than_by_stock(tmp_path: Path) -> None:
                 trainer.validate(datamodule=data, ckpt_path="best", verbose=False)
             # To fill what is there, a load has to see it; and a resumed epoch begins like any other.
             looked_at = ("Model.state_dict", "AdamW.state_dict", "StatefulDataLoader") if path else "-"
-            seen.append([call for call in calls if not call.startswith(looked_at)])
+            # Before the first step, a resume compares the schedule with what it has loaded.
+            begin = calls.index("Callback.on_train_start") if path else 0
+            compared = [call for call in calls[:begin] if call != "StepLR.state_dict"]
+            seen.append([call for call in compared + calls[begin:] if not call.startswith(looked_at)])
         return seen
 
     (fit, resumed) = assert_same_run(tmp_path, script)

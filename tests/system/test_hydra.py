@@ -216,7 +216,9 @@ def test_the_application_on_the_page_starts_from_pretrained_weights_and_resumes(
     dcp.save({"model": torch.nn.ModuleDict({"body": torch.nn.Linear(8, 8)}), "step": 9}, tmp_path / "pretrained")
     tune = (tmp_path / "finetune.py", f"init_from={tmp_path}/pretrained")
     assert run(*tune).stdout == "warm-started at step 0\n"
-    assert run(*tune, "steps=3").stdout.endswith(": steps 2 -> 3\nresumed at step 2\n")
+    *_, changes, check, resumed = run(*tune, "steps=3").stdout.splitlines()
+    assert (changes.endswith(": steps 2 -> 3"), resumed) == (True, "resumed at step 2")
+    assert "Resume is exact: 14 of 14 values" in check, "Hydra's jobs log from INFO on"
 
 
 def test_a_job_that_is_killed_resumes_when_it_is_started_again(app: Path) -> None:

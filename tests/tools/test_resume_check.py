@@ -155,11 +155,17 @@ def test_what_changes_on_purpose_can_be_named(tmp_path: Path, globs: Any) -> Non
     assert is_exact(again, expect_changed=globs)
 
 
-def test_keys_that_are_missing_are_not_restored(tmp_path: Path) -> None:
+def test_missing_keys_that_the_caller_allows_are_not_exact_and_warn_of_nothing_twice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "dcp_plugin")
     dcp.save({"model": nn.Linear(2, 2)}, tmp_path / "step-1")
-    with warned("not restored: more") as messages:
-        dcp.resume_or_init({"model": nn.Linear(2, 2), "more": {"a": 1}}, tmp_path, strict=False)
-    assert len(messages) == 1
+    state = {"model": nn.Linear(2, 2), "more": {"a": 1}}
+    start = dcp.resume_or_init(state, tmp_path, strict=False)
+    assert start.report is not None and start.report.exact is False
+    assert "not restored: more" in caplog.messages[-1]
+    with pytest.raises(dcp.CheckpointMismatch, match="not restored: more"):
+        dcp.resume_or_init(state, tmp_path, strict=False, verify_resume="error")
 
 
 def test_a_fresh_start_has_nothing_to_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
