@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +23,7 @@ from dcp_plugin.checkpointer import Internals
 from dcp_plugin.core.ranks import collectives, rank_group
 from tests.dying import lose
 from tests.launch import on_ranks
+from tests.limits import HANG
 from tests.messages import refusal
 from tests.places import names_in
 from tests.slowness import RankGate
@@ -373,3 +376,19 @@ def test_a_rank_sends_96_bytes_at_most_before_the_plan_of_a_repeated_save_is_agr
     if dist.get_rank() == 1:
         assert sent.count(0) == 2, "two exchanges: the plan, and what was written"
         assert 0 < sum(sent[: sent.index(0)]) <= 96, sent
+
+
+def test_a_group_that_is_closed_while_the_interpreter_ends_does_not_wait_for_a_thread() -> None:
+    code = """if True:
+        import builtins, torch.distributed as dist
+        from dcp_plugin.core.ranks.rank_group import RankGroup
+        class Last:
+            def __del__(self):
+                self.group.close()
+                print("closed")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        builtins.last = Last()  # deleted last
+        builtins.last.group = RankGroup.joined(60, None)
+    """
+    ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=HANG, check=True)
+    assert ended.stdout == b"closed\n"

@@ -151,7 +151,9 @@ class KeyColumns:
         # each key would be a Python loop over all keys.
         for ndim in range(1, 1 + int(self.columns["ndim"].max(initial=0))):
             slots = np.flatnonzero(self.columns["ndim"] == ndim)
-            nbytes[slots] *= product(self.columns["shape"][self.shape_starts[slots][:, None] + np.arange(ndim)])
+            shape = self.columns["shape"][self.shape_starts[slots][:, None] + np.arange(ndim)]
+            with np.errstate(over="ignore", invalid="ignore"):  # a hostile shape: inf, and 0 times inf
+                nbytes[slots] *= np.nan_to_num(product(shape.astype(float)), posinf=np.inf)
         return nbytes
 
     def shapes_of(self, slots: Column) -> list[tuple[int, ...]]:
@@ -327,6 +329,7 @@ class Places:
         """Return the items of all parts in an order, which has their numbers in the :meth:`joined` parts."""
         # Received parts with equal rows share them. The rows of all kinds of parts fit into the processor's cache, and
         # the items of 10^4 ranks, a hundred times as many, are looked up there, a stretch at a time.
+        _unpacked.cache_clear()  # all parts are here, and the training needs the memory
         parts = [part.by_item for part in parts]
         kinds = {id(part.place): part for part in parts}
         first_of_kind = dict(zip(kinds, starts_of([len(kind.file) for kind in kinds.values()]).tolist(), strict=False))
@@ -337,7 +340,7 @@ class Places:
         owner = np.repeat(np.arange(len(parts), dtype=np.int32), sizes[:, 0])
         in_part = np.concatenate([kind.block_starts[:-1] for kind in kinds.values()])
         blocks, hashes = np.diff(rows.block_starts), np.concatenate([part.hash for part in parts])
-        alike = np.column_stack((rows.place, rows.frame))
+        alike, has_blocks = np.column_stack((rows.place, rows.frame)), blocks > 0
 
         def look_up(items: Column) -> tuple[Column, Column, Column]:
             """Return the part, the row and the file of each item."""
@@ -349,7 +352,7 @@ class Places:
         for start in range(0, len(order), ROWS_IN_CACHE):
             before = min(start, 2)  # an item continues a row if it is like the two before it
             part, row, file = look_up(order[start - before : start + ROWS_IN_CACHE])
-            begins.append(start + np.flatnonzero(_begins(file, row, alike)[before:]))
+            begins.append(start + np.flatnonzero(_begins(file, row, alike, has_blocks)[before:]))
             first = (first_hash[part] + in_part[row])[before:]
             of_items.append(hashes[ranges(first, blocks[row[before:]])])
         begin = np.concatenate(begins)
@@ -449,12 +452,15 @@ def _unpacked(packed: bytes) -> tuple[Column, Column, Column]:
     return file.astype(np.int32), np.stack(place, axis=1), frame.astype(np.uint32)
 
 
-def _begins(file: Column, row: Column, alike: Column) -> Column:
+def _begins(file: Column, row: Column, alike: Column, has_blocks: Column) -> Column:
     """Return a mask of the items that begin a row: they have not the place and frame (``alike``, by row) of the item
-    before them, or are not as many files behind it as that one is behind its predecessor."""
+    before them, or are not as many files behind it as that one is behind its predecessor.
+
+    An item without blocks, such as an empty shard, also begins one. The hashes bound the items that a reader accepts.
+    """
     step = np.diff(file)
-    differs = np.flatnonzero((np.diff(row) != 0) & (step > 0))
-    continues = step > 0
+    continues = (step > 0) & has_blocks[row[1:]]
+    differs = np.flatnonzero((np.diff(row) != 0) & continues)
     continues[differs] = in_all(alike[row[differs + 1]] == alike[row[differs]])
     begins = np.concatenate(([True], ~continues))
     begins[2:] |= continues[:-1] & (step[1:] != step[:-1])

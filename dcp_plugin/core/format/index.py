@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -253,6 +253,10 @@ class CheckpointIndex(Mapping[str, Entry]):
                 f"the key {error.object!r} has half of a surrogate pair, which no file holds as text. Rename the key."
             ) from error
         files = {name: files[name] for name in places.files} | files  # the columns number them in this order
+        if len(names := dict.fromkeys(places.files)) < len(places.files):  # joined parts have a file in common
+            numbers = {name: number for number, name in enumerate(names)}
+            renumbered, places = np.array([numbers[name] for name in places.files], np.int32), places.by_item
+            places = replace(places, files=[*names], file=renumbered[places.file])
         columns = {
             **table.columns,
             "keys": np.frombuffer(b"".join(keys), np.uint8),
@@ -309,10 +313,8 @@ class CheckpointIndex(Mapping[str, Entry]):
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name:
                 raise CheckpointCorrupt(f"{label}: the index names {name!r}, which is outside the checkpoint")
         file, places = columns["file"], self.places
-        if len(file) == 0:
-            return
         last = file + columns["file_step"].astype(np.int64) * (columns["item_count"] - 1)
-        if file.min() < 0 or columns["file_step"].min() < 0 or last.max() >= len(self.files):
+        if min(file.min(initial=0), columns["file_step"].min(initial=0)) < 0 or last.max(initial=-1) >= len(self.files):
             raise CheckpointCorrupt(f"{label}: an item is in a file that the index does not list")
         sizes = np.array(list(self.files.values()), np.int64)
         for fault, bad_items in (

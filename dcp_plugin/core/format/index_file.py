@@ -44,6 +44,8 @@ from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.payload import block_counts
 from dcp_plugin.core.format.summary import INDEX_VERSION, check_index_version, fingerprint
 
+_MOST_DIMENSIONS = 64
+"""Most dimensions of a tensor with several boxes. Without a limit, a box takes 500 times the bytes of its hash."""
 _OPTIONAL = ("left_out", "rounded", "empty", "beside")
 """Columns of JSON text, of which an index has those with content."""
 
@@ -160,6 +162,9 @@ def _checked(columns: dict[str, Column], about: dict[str, str]) -> CheckpointInd
         raise ValueError("a key is both stored and left out")
     if table.shape_starts[-1] != len(columns["shape"]) or table.box_starts[-1] != len(columns["box"]):
         raise ValueError("shapes and boxes do not fit the dimensions")
+    numbers = (columns["ndim"] * np.diff(table.chunk_starts)).sum()
+    if numbers > _MOST_DIMENSIONS * (len(columns["box"]) + len(columns["hash"])):
+        raise ValueError("a row describes too many boxes of too many dimensions")
     planner_data: tuple[Any, ...] = ()
     if "planner_data" in columns:
         from dcp_plugin.core.format import values  # late, since it imports torch

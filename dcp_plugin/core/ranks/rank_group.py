@@ -12,6 +12,7 @@ differ, all ranks raise a :class:`CheckpointMismatch` that names two different c
 from __future__ import annotations
 
 import pickle
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -94,8 +95,10 @@ class RankGroup(Ranks):
         if last_reference:
             dist.destroy_process_group(*last_reference)
             # The destructor of a gloo group waits 20 ms for its threads. Another thread waits in place of the caller.
-            with suppress(RuntimeError):  # no more threads can be started: the caller waits
-                threading.Thread(target=last_reference.clear, name="gloo-close").start()
+            # It does not when no more threads can be started, or the interpreter ends and would never run them.
+            with suppress(RuntimeError):
+                if not sys.is_finalizing():
+                    threading.Thread(target=last_reference.clear, name="gloo-close").start()
 
     def combine(self, step: str, work: Callable[[], T], combine: Callable[[list[T]], R]) -> R:
         own_failure, outcome = self._run(step, work, combine)

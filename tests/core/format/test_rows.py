@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import pickle
+import random
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +123,25 @@ def test_metadata_has_every_chunk_that_a_row_stands_for(tmp_path: Path) -> None:
     assert found.state_dict_metadata == wanted.state_dict_metadata
     assert found.storage_data == wanted.storage_data and len(found.storage_data) == 1 + 4 * 6
     assert b"".join(metadata.pieces(index, None)) == metadata.encode(index, None)
+
+
+def test_an_index_with_empty_shards_on_several_ranks_is_read() -> None:
+    chunks = [LocalChunk((2 * rank, 0), (2, 0), torch.zeros(2, 0)) for rank in range(3)]
+    states = [{"t": ShardedValue((6, 0), torch.float32, (chunk,))} for chunk in chunks]
+    plan = make_global_plan([LocalInventory.of_state(state, {}) for state in states])
+    parts = [Places.of([Location(f"__{rank}_0", 0, 9, 5, 0, 1)]) for rank in range(3)]
+    places = Places.merged(parts, in_table_order(plan))
+    data = index_file.encode(CheckpointIndex.of(plan.table, places, {f"__{rank}_0": 9 for rank in range(3)}))
+    index = index_file.decode(data, fingerprint(data), "the index")
+    tensor = index["t"]
+    assert isinstance(tensor, StoredTensor)
+    assert [chunk.location.file for chunk in tensor.chunks] == [f"__{rank}_0" for rank in range(3)]
+
+
+def test_the_rows_that_ranks_have_sent_are_freed_after_the_merge() -> None:
+    parts = [pickle.loads(pickle.dumps(_part(rank, [7, 70_000], random.Random(0)))) for rank in range(2)]
+    rows = weakref.ref(parts[0].place)
+    merged = Places.merged(parts, np.arange(4))
+    del parts
+    gc.collect()
+    assert rows() is None and len(merged.files) == 4

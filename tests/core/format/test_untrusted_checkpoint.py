@@ -146,6 +146,27 @@ def _repeat(row: int, count: int, file_step: int = 0) -> Callable[[Columns, dict
     return change
 
 
+def _absurd(columns: Columns, about: dict[str, str]) -> None:
+    """A tensor of 2^64 elements, whose product is 0 in 64 bits, in an item without bytes."""
+    columns["ndim"][0], columns["place"][0, 3], columns["hash"] = 2, 0, columns["hash"][1:]
+    columns["shape"] = np.array([*[1 << 32] * 2, *columns["shape"][1:].tolist()])
+    columns["box"] = np.array([0, 0, *[1 << 32] * 2, *columns["box"][2:].tolist()])
+
+
+def _without_items(columns: Columns, about: dict[str, str]) -> None:
+    for name in ("box", "box_count", "file", "file_step", "item_count", "place", "frame", "hash"):
+        columns[name] = columns[name][:0]
+    columns["box_ends"][:] = 0
+
+
+def _large_boxes(columns: Columns, about: dict[str, str]) -> None:
+    """A row of a thousand boxes with 255 dimensions each."""
+    _repeat(0, 1000, file_step=1)(columns, about)
+    columns["ndim"][0], columns["hash"] = 255, np.zeros(1001, np.uint64)
+    columns["shape"] = np.array([1000, *[1] * 254, *columns["shape"][1:].tolist()])
+    columns["box"] = np.array([*[0] * 255, *[1] * 255, *columns["box"][2:].tolist()])
+
+
 FORGERIES = {
     "leaves the directory": (_about("files", "__0_0", "../__0_0"), "is outside the checkpoint"),
     "absolute path": (_about("files", "__0_0", "/etc/__0_0"), "is outside the checkpoint"),
@@ -170,6 +191,9 @@ FORGERIES = {
     "a billion chunks": (_repeat(0, 1 << 30), "more items than hashes"),
     "items in files beyond the last": (_repeat(0, 2, file_step=1), "does not list"),
     "items in files before the first": (_repeat(0, 2, file_step=-1), "does not list"),
+    "a product that overflows": (_absurd, "outside its shape"),
+    "tensors without items": (_without_items, "do not add up"),
+    "boxes larger than the index": (_large_boxes, "too many boxes"),
     "no hashes": (lambda columns, about: columns.update(hash=columns["hash"][:0]), "another number of blocks"),
     "fewer hashes than blocks": (_drop("hash"), "another number of blocks"),
     "a future format": (_about("format_version", "4", "9"), "Upgrade"),
@@ -192,6 +216,13 @@ def test_a_forged_index_is_refused_before_anything_is_overwritten(tmp_path: Path
     with pytest.raises(dcp.CheckpointCorrupt, match=words):
         dcp.load({"a": target}, tmp_path / "ck")
     assert same_bytes(target, torch.full((4,), 7))
+
+
+def test_tensors_without_elements_need_no_items(tmp_path: Path) -> None:
+    dcp.save({"a": torch.zeros(0, 3)}, tmp_path / "ck")
+    _forge(tmp_path / "ck", _without_items)
+    assert dcp.load({"a": torch.zeros(0, 3)}, tmp_path / "ck").loaded == ["a"]
+    assert dcp.read(tmp_path / "ck")["a"].shape == (0, 3)
 
 
 def test_a_file_name_longer_than_names_can_be_is_damage_and_not_a_failing_disk(tmp_path: Path) -> None:
