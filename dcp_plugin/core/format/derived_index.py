@@ -143,12 +143,7 @@ def with_products(index: CheckpointIndex) -> CheckpointIndex:
             entries.append((key, StoredTensor(stored.dtype, scaled.shape, [chunk])))
     if not entries:
         return index
-    products = index_of(entries, index.files)
-    both = joined(index, products)
-    # The rows of products follow, and are in files that the first rows have numbered already.
-    numbers = {name: number for number, name in enumerate(both.file_names)}
-    of_products = [numbers[products.file_names[number]] for number in products.columns["file"].tolist()]
-    both.columns["file"][len(index.columns["file"]) :] = of_products
+    both = joined(index, index_of(entries, index.files))
     made = _WithProducts(both.table, both.columns, both.files)
     made.scaled, made.strides, made.values_here = index.scaled, index.strides, index.values_here
     made.label = index.label
