@@ -94,10 +94,10 @@ class ResumeCheck:
         self.expected = (self.expected,) if isinstance(self.expected, str) else tuple(self.expected)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Compare what the loads in this block deliver with the objects that take it."""
+    def watching(self, on_load: Callable[..., Any] | None = None) -> Iterator[None]:
+        """Compare what the loads in this block deliver with the objects that take it, or have ``on_load`` do it."""
         global latest
-        latest, token = self, on_delivery.set(self._delivering)
+        latest, token = self, on_delivery.set(on_load or self._delivering)
         try:
             yield
         finally:
@@ -109,11 +109,8 @@ class ResumeCheck:
     ) -> Iterator[Callable[[], None]]:
         delivered: Marks = {}
         before = self._attempt(lambda: _marks_before(fitted))
-        of_others = on_delivery.set(lambda *load: nullcontext(lambda: None))  # an object may load another checkpoint
-        try:
+        with self.watching(lambda *load: nullcontext(lambda: None)):  # an object may load another checkpoint
             yield lambda: delivered.update(self._attempt(lambda: marks_of(fitted.targets)) or {})
-        finally:
-            on_delivery.reset(of_others)
         self._attempt(lambda: self._note(delivered, before or {}, fitted, state, ranks))
         names = {key.partition(".")[0] for key in (*fitted.match.stored.values(), *fitted.opened.objects, "extra")}
         unused = {key.partition(".")[0] for key in stored} - names
@@ -136,9 +133,13 @@ class ResumeCheck:
         adapters = {each.name: each for each in fitted.opened.adapters if not isinstance(each, PositionAdapter)}
         own_code = {name for name, adapter in adapters.items() if _transforms(adapter, fitted)}
         is_known = all(adapters[name].kind != "stateful" or _is_known(adapters[name]) for name in own_code)
-        # Ranks may have different objects, so only those with code of their own are read if that is collective.
-        alone = set() if is_known else {name for name, adapter in adapters.items() if not _is_collective(adapter)}
-        live = Live.of(state, ranks, own_code | alone)
+        # A rank may be alone with unknown code: it does not read FSDP1, which would wait for the other ranks.
+        names = own_code | {
+            name
+            for name, each in adapters.items()
+            if not is_known and (each.module is None or not contains_fsdp1(each.module))
+        }
+        live = Live.of(state, ranks, names)
         rest = Live({name: adapters[name] for name in adapters.keys() - live.adapters.keys()}, delivered, ())
         self.sizes |= delivered
         self._refer_to(live)
@@ -341,13 +342,9 @@ def _transforms(adapter: StateAdapter, fitted: FittedLoad) -> bool:
     if isinstance(adapter, OptimizerAdapter):
         return has_own_state_dict(adapter.optimizer)
     if adapter.kind == "module" and adapter.module is not None:
-        is_deferred = any(key.startswith(f"{adapter.name}.") for key in fitted.match.deferred)
-        return is_deferred or any(map(has_post_load_hooks, adapter.module.modules()))
+        has_hooks = any(map(has_post_load_hooks, adapter.module.modules()))
+        return has_hooks or any(key.startswith(f"{adapter.name}.") for key in fitted.match.deferred)
     return adapter.kind == "stateful"
-
-
-def _is_collective(adapter: StateAdapter) -> bool:
-    return adapter.module is not None and contains_fsdp1(adapter.module)
 
 
 def _is_known(adapter: StateAdapter) -> bool:
@@ -378,7 +375,11 @@ def marks_of(leaves: Mapping[str, Any]) -> Marks:
 
 def _mark_of_tensor(value: ShardedValue) -> Mark:
     chunks = [chunk for chunk in value.chunks if chunk.tensor.numel()]
-    kind = value.dtype, value.shape, tuple([(*chunk[:2], _order(chunk.tensor)) for chunk in chunks])
+    kind = (
+        value.dtype,
+        value.shape,
+        tuple([(*chunk[:2], chunk.tensor.is_contiguous() or chunk.tensor.stride()) for chunk in chunks]),
+    )
     nbytes = sum([chunk.tensor.nbytes for chunk in chunks])
     if value.shape == () and chunks:
         return Mark(kind, repr(chunks[0].tensor.item()), nbytes, nbytes)
@@ -386,20 +387,13 @@ def _mark_of_tensor(value: ShardedValue) -> Mark:
     return Mark(kind, digest, nbytes, sum([size for _, size in digest]))
 
 
-def _order(tensor: torch.Tensor) -> list[int] | None:
-    """Return the order of the dimensions in memory, from outermost to innermost; None if it is the usual one."""
-    if tensor.is_contiguous():
-        return None
-    return sorted(range(tensor.ndim), key=lambda dim: tensor.stride()[dim], reverse=True)
-
-
 def _digest(tensor: torch.Tensor) -> tuple[int, int]:
     """Return a hash of the tensor's bytes, or of a sample, and the bytes hashed. Only the sample leaves a device: the
     hash is the same before and after a move to a device."""
     if not is_plain_memory(tensor):  # dense memory in another order is read as it is
         tensor = tensor.detach().resolve_conj().resolve_neg()
-        if (order := _order(tensor)) is not None:
-            tensor = tensor.permute(order).contiguous()
+        order = sorted(range(tensor.ndim), key=lambda dim: tensor.stride()[dim], reverse=True)
+        tensor = tensor.permute(order).contiguous()
     step = (tensor.nbytes - _PIECE) // (_PIECES - 1) if tensor.nbytes > _PIECE * _PIECES else 0
     if is_plain_memory(tensor):
         memory: Any = memory_view(tensor)
