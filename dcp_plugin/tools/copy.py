@@ -26,7 +26,7 @@ from dcp_plugin.core.errors import (
     some,
 )
 from dcp_plugin.core.format import has_traces
-from dcp_plugin.core.media import is_workspace, locate, medium_of, tree
+from dcp_plugin.core.media import is_workspace, locate, medium_of, refuse_real_run, tree
 from dcp_plugin.core.media.copies import copy_target
 from dcp_plugin.core.paths import (
     PathLike,
@@ -217,6 +217,7 @@ class _Copy:
             with closing(open_source(path, of_others)) as source:
                 self.report.passed_over.extend(source.left_out)
                 new_path = self._new_path_of(path)
+                refuse_real_run(new_path.parent, medium_of(new_path))
                 existing = self._existing(source, new_path)
                 if existing == "the same save":
                     self.report.skipped.append(new_path)

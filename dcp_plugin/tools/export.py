@@ -24,7 +24,7 @@ import torch
 
 from dcp_plugin.core.errors import CheckpointError, SaveFailed, as_html, one_line, size, some
 from dcp_plugin.core.format.index import StoredTensor
-from dcp_plugin.core.media import medium_of
+from dcp_plugin.core.media import medium_of, refuse_real_run
 from dcp_plugin.core.media.output import Output, exists, has_appeared, output_at
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.core.ranks.collectives import Call, Ranks, together
@@ -297,6 +297,7 @@ def _written(output: _Files | DcpCheckpoint, out: Where, group: Ranks, progress:
     """
 
     def begin() -> Where:
+        refuse_real_run(out.parent, medium_of(out))
         if exists(out):
             raise SaveFailed(f"{out} exists. Name another one, or delete it first.")
         return output.begin()

@@ -4,7 +4,7 @@ Each run has the folder ``run`` in a new folder, the *home* of the proof, as the
 has ended, its files move to a folder with the name of the run. So all runs have equal paths, and no path in a
 checkpoint differs.
 
-The rule: no other run changes. The variable :data:`~dcp_plugin.core.paths.PROVED` has every save, deletion and
+The rule: no other run changes. The variable :data:`~dcp_plugin.core.paths.PROVED` has every save, copy, deletion and
 automatic resume refuse a folder that is neither new nor in the home
 (:func:`dcp_plugin.core.media.places.refuse_real_run`), and gives keepers private folders. No process that a run has
 started is alive when the next run starts.
@@ -48,7 +48,7 @@ _POLL, _TRAILING = 0.05, 60.0
 _MOST_FILES = 50_000
 _LAUNCHERS = {
     *("srun", "sbatch", "salloc", "ssh", "pdsh", "mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "prun"),
-    *("jsrun", "aprun", "docker", "podman", "kubectl"),
+    *("jsrun", "aprun", "qsub", "bsub", "docker", "podman", "kubectl", "sudo", "systemd-run", "tmux"),
 }
 """Programs that start processes which this one cannot end."""
 _ON_ONE_HOST = "starts processes that cannot be ended from here. Prove the training on one host, with torchrun."
@@ -151,10 +151,15 @@ def prove(
 
 @contextmanager
 def _adopting_orphans(trial: _Trial) -> Iterator[None]:
-    """Be the parent of orphaned descendants during the block. End all descendants after it, also at SIGTERM."""
+    """Be the parent of orphaned descendants during the block. End all descendants after it, also at SIGTERM or
+    SIGHUP."""
     prctl = ctypes.CDLL(None).prctl
     prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-    earlier = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    earlier = {
+        each: signal.signal(each, lambda number, frame: sys.exit(128 + number))
+        for each in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(each) != signal.SIG_IGN  # as with nohup
+    }
     try:
         yield
     finally:
@@ -162,7 +167,8 @@ def _adopting_orphans(trial: _Trial) -> Iterator[None]:
         for place in ("/dev/shm", tempfile.gettempdir()):  # host copies of keepers that were killed
             for left in Path(place).glob(f"dcp_plugin-*-{trial.home.name}"):
                 shutil.rmtree(left, ignore_errors=True)
-        signal.signal(signal.SIGTERM, earlier)
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
         prctl(36, 0, 0, 0, 0)
 
 
@@ -212,8 +218,9 @@ class _Trial:
             process.wait()
         if process.returncode and not is_due():
             lines = output.read_text(errors="replace").rstrip().split("\n")[-5:]
-            status = f"the {name} run ended with status {process.returncode}; {output} ends with:"
-            raise CheckpointError("\n".join([status, *lines]))
+            raise CheckpointError(
+                f"the {name} run ended with status {process.returncode}; {output} ends with:\n" + "\n".join(lines)
+            )
         if kill_after is not None and not is_due():
             raise _Inconclusive(f"the run ended before it could be killed after save {kill_after}")
 
@@ -261,7 +268,7 @@ class _Trial:
             if time.monotonic() > until:
                 raise CheckpointError(f"these processes of the command do not end: {some(list(alive))}")
             for pid in alive:
-                with suppress(ProcessLookupError):
+                with suppress(ProcessLookupError, PermissionError):  # of another user: the others end all the same
                     os.kill(pid, signal.SIGKILL)
             time.sleep(_POLL / 5)
         for pid, parent, *_ in _processes():  # the next run may look whether a process with the number exists
@@ -375,9 +382,8 @@ def _compared(trial: _Trial, runs: list[Path], last: int, exclude: Collection[st
         verdict, reason = "different", f"the checkpoints are equal, but not the logged {apart[0]}"
     elif any(compared[step].key for step in after):
         verdict, reason = "inconclusive", "two undisturbed runs differ as much: make the training deterministic"
-    missing = _not_saved(steps[1][after[0]])
-    noise = noise if losses[2:] else {}
-    return Proof(verdict, reason, last, compared, first, noise, missing, sorted(unjudged), apart)
+    missing, measured = _not_saved(steps[1][after[0]]), noise if losses[2:] else {}
+    return Proof(verdict, reason, last, compared, first, measured, missing, sorted(unjudged), apart)
 
 
 def _judged(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
@@ -35,7 +35,7 @@ from dcp_plugin.core.ranks.collectives import Attempt, Ranks, said_by_ranks
 from dcp_plugin.core.records import FittedLoad, LoadReport
 from dcp_plugin.core.state.adapters import CalledLast, OptimizerAdapter, PositionAdapter, StateAdapter
 from dcp_plugin.core.state.named_objects import RankAndSize, adapters_of, gather_state
-from dcp_plugin.core.state.names import parameter_names
+from dcp_plugin.core.state.names import contains_fsdp1, parameter_names
 from dcp_plugin.core.state.optimizer import flatten_tree
 from dcp_plugin.core.tensors._torch import is_tensor, sharded_value
 from dcp_plugin.core.tensors._torch_modules import has_own_state_dict, has_post_load_hooks
@@ -45,7 +45,6 @@ from dcp_plugin.core.types import OfEachRank, ShardedValue
 NOT_RESTORED, OVERWRITTEN = "not restored", "overwritten after the restore"
 REINITIALISED, SHIFTED = "reinitialised after the restore", "stepped once more after the restore"
 
-_MOST_NAMED = 100  # keys of one cause that a rank sends to the others
 _PIECE, _PIECES = 4096, 16  # bytes of a piece of a sample, and pieces of a large tensor
 _COUNTERS = ("step", "last_epoch", "_step_count")
 _ZEROS = {"0", "0.0", "False", "None", "[]", "()", "''"}
@@ -54,7 +53,7 @@ _ZEROS = {"0", "0.0", "False", "None", "[]", "()", "''"}
 class Mark(NamedTuple):
     """What is remembered of a leaf."""
 
-    kind: Any  # class of a value; dtype, shape and boxes of a tensor. Only marks of one kind are compared.
+    kind: Any  # class of a value; dtype, shape, boxes and layout of a tensor. Only marks of one kind are compared.
     digest: Any  # text of a small value or of a single element; else hashes
     nbytes: int
     hashed: int  # bytes in the digest
@@ -63,7 +62,7 @@ class Mark(NamedTuple):
         """Return whether the leaf is zero or empty, as after an initialisation."""
         if isinstance(self.digest, str):
             return self.digest in _ZEROS
-        return all(number in (0, xxh3_64_intdigest(bytes(size))) for number, size in self.digest)
+        return all(number == xxh3_64_intdigest(bytes(size)) for number, size in self.digest)
 
 
 Marks = dict[str, Mark]
@@ -95,10 +94,10 @@ class ResumeCheck:
         self.expected = (self.expected,) if isinstance(self.expected, str) else tuple(self.expected)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Compare what the loads in this block deliver with the objects that take it."""
+    def watching(self, on_load: Callable[..., Any] | None = None) -> Iterator[None]:
+        """Compare what the loads in this block deliver with the objects that take it, or have ``on_load`` do it."""
         global latest
-        latest, token = self, on_delivery.set(self._delivering)
+        latest, token = self, on_delivery.set(on_load or self._delivering)
         try:
             yield
         finally:
@@ -110,7 +109,8 @@ class ResumeCheck:
     ) -> Iterator[Callable[[], None]]:
         delivered: Marks = {}
         before = self._attempt(lambda: _marks_before(fitted))
-        yield lambda: delivered.update(self._attempt(lambda: marks_of(fitted.targets)) or {})
+        with self.watching(lambda *load: nullcontext(lambda: None)):  # an object may load another checkpoint
+            yield lambda: delivered.update(self._attempt(lambda: marks_of(fitted.targets)) or {})
         self._attempt(lambda: self._note(delivered, before or {}, fitted, state, ranks))
         names = {key.partition(".")[0] for key in (*fitted.match.stored.values(), *fitted.opened.objects, "extra")}
         unused = {key.partition(".")[0] for key in stored} - names
@@ -133,7 +133,13 @@ class ResumeCheck:
         adapters = {each.name: each for each in fitted.opened.adapters if not isinstance(each, PositionAdapter)}
         own_code = {name for name, adapter in adapters.items() if _transforms(adapter, fitted)}
         is_known = all(adapters[name].kind != "stateful" or _is_known(adapters[name]) for name in own_code)
-        live = Live.of(state, ranks, own_code if is_known else adapters)
+        # A rank may be alone with unknown code: it does not read FSDP1, which would wait for the other ranks.
+        names = own_code | {
+            name
+            for name, each in adapters.items()
+            if not is_known and (each.module is None or not contains_fsdp1(each.module))
+        }
+        live = Live.of(state, ranks, names)
         rest = Live({name: adapters[name] for name in adapters.keys() - live.adapters.keys()}, delivered, ())
         self.sizes |= delivered
         self._refer_to(live)
@@ -338,8 +344,8 @@ def _transforms(adapter: StateAdapter, fitted: FittedLoad) -> bool:
     if isinstance(adapter, OptimizerAdapter):
         return has_own_state_dict(adapter.optimizer)
     if adapter.kind == "module" and adapter.module is not None:
-        is_deferred = any(key.startswith(f"{adapter.name}.") for key in fitted.match.deferred)
-        return is_deferred or any(map(has_post_load_hooks, adapter.module.modules()))
+        has_hooks = any(map(has_post_load_hooks, adapter.module.modules()))
+        return has_hooks or any(key.startswith(f"{adapter.name}.") for key in fitted.match.deferred)
     return adapter.kind == "stateful"
 
 
@@ -359,10 +365,9 @@ def marks_of(leaves: Mapping[str, Any]) -> Marks:
     """Return the marks of tensors and plain values. Other leaves have none, nor have tensors without memory."""
     marks: Marks = {}
     for key, leaf in leaves.items():
-        if is_tensor(leaf):
-            leaf = Attempt.of(functools.partial(sharded_value, leaf)).value
-        if isinstance(leaf, ShardedValue) and not leaf.stored_whole:
-            marks[key] = _mark_of_tensor(leaf)
+        value = Attempt.of(functools.partial(sharded_value, leaf)).value if is_tensor(leaf) else leaf
+        if isinstance(value, ShardedValue) and not value.stored_whole:
+            marks[key] = _mark_of_tensor(value)
         elif is_plain(leaf):
             text = repr(leaf)
             digest = text if len(text) <= 64 else ((xxh3_64_intdigest(text.encode()), len(text)),)
@@ -372,17 +377,21 @@ def marks_of(leaves: Mapping[str, Any]) -> Marks:
 
 def _mark_of_tensor(value: ShardedValue) -> Mark:
     chunks = [chunk for chunk in value.chunks if chunk.tensor.numel()]
-    kind = value.dtype, value.shape, tuple([chunk[:2] for chunk in chunks])
+    kind = (
+        value.dtype,
+        value.shape,
+        tuple([(*chunk[:2], chunk.tensor.is_contiguous() or chunk.tensor.stride()) for chunk in chunks]),
+    )
     nbytes = sum([chunk.tensor.nbytes for chunk in chunks])
-    if value.shape == () and chunks and chunks[0].tensor.is_cpu:
+    if value.shape == () and chunks:
         return Mark(kind, repr(chunks[0].tensor.item()), nbytes, nbytes)
     digest = tuple([_digest(chunk.tensor) for chunk in chunks])
     return Mark(kind, digest, nbytes, sum([size for _, size in digest]))
 
 
 def _digest(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return a hash of the tensor's bytes, or of a sample, and the bytes hashed. Only the hash leaves
-    a device."""
+    """Return a hash of the tensor's bytes, or of a sample, and the bytes hashed. Only the sample leaves a device: the
+    hash is the same before and after a move to a device."""
     if not is_plain_memory(tensor):  # dense memory in another order is read as it is
         tensor = tensor.detach().resolve_conj().resolve_neg()
         order = sorted(range(tensor.ndim), key=lambda dim: tensor.stride()[dim], reverse=True)
@@ -392,13 +401,12 @@ def _digest(tensor: torch.Tensor) -> tuple[int, int]:
         memory: Any = memory_view(tensor)
         if step:
             memory = b"".join([memory[at * step : at * step + _PIECE] for at in range(_PIECES)])
-        return xxh3_64_intdigest(memory), len(memory)
-    data = tensor.view(-1).view(torch.uint8)
-    if step:
-        data = data.as_strided((_PIECES, _PIECE), (step, 1), data.storage_offset()).reshape(-1)
-    # A sum of products with odd factors, modulo 2**64, is the same in whatever order a device adds.
-    factors = torch.arange(data.numel(), dtype=torch.int64, device=data.device) * 0x1E3779B97F4A7C15 | 1
-    return int((data.to(torch.int64) * factors).sum()), data.numel()
+    else:
+        if step:
+            data = tensor.view(-1).view(torch.uint8)
+            tensor = data.as_strided((_PIECES, _PIECE), (step, 1), data.storage_offset()).contiguous()
+        memory = memory_view(tensor.cpu())
+    return xxh3_64_intdigest(memory), len(memory)
 
 
 latest: ResumeCheck | None = None

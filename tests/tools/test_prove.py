@@ -43,6 +43,9 @@ for step in range(state["step"] + 1, 7):
 """
 
 
+SAVED = "saved = f'{sys.argv[2]}/{step}'; dcp.save(state, saved, step=step)"
+
+
 def _loop(
     folder: Path,
     bug: str = "",
@@ -147,8 +150,10 @@ def test_a_second_start_that_does_not_resume_is_different(tmp_path: Path) -> Non
         },
         {"start": "", "save": "dcp.prune(out, keep_last=1)"},
         {"start": "dcp.latest(out)", "save": ""},
+        {"start": "", "save": f"{SAVED}; dcp.copy(saved, out + '/step-2', overwrite=True)"},
+        {"start": "", "save": f"{SAVED}; dcp.export(saved, out + '/final.safetensors', include=['model.*'])"},
     ],
-    ids=["save", "resume", "keeper", "prune", "latest"],
+    ids=["save", "resume", "keeper", "prune", "latest", "copy", "export"],
 )
 def test_a_real_run_loses_nothing_and_gains_nothing(tmp_path: Path, parts: dict[str, str]) -> None:
     (folder := tmp_path / "work").mkdir()
@@ -179,15 +184,37 @@ def test_workers_of_torchrun_end_before_the_resume(tmp_path: Path) -> None:
     assert _prove(tmp_path, *torchrun, script, "{run}")["verdict"] == "exact"
 
 
-def test_the_end_of_prove_ends_the_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_end_of_prove_ends_the_training(tmp_path: Path, number: signal.Signals) -> None:
     script = f"import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep({HANG})"
-    command = _command("--dir", tmp_path, "--", PYTHON, "-c", script, "{run}")
+    command = ["env", "--default-signal=HUP", *_command("--dir", tmp_path, "--", PYTHON, "-c", script, "{run}")]
     with subprocess.Popen(command, cwd=tmp_path, env=_env(), stdout=subprocess.DEVNULL) as process:
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
             assert process.poll() is None
-        process.terminate()
-        assert process.wait(HANG) == 128 + signal.SIGTERM
+        process.send_signal(number)
+        assert process.wait(HANG) == 128 + number
     assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
+
+
+MAY_NOT = """
+import os
+from dcp_plugin.tools.prove import prove
+kill, refused = os.kill, []
+def may_not(pid, number):
+    if not refused:
+        refused.append(pid)
+        raise PermissionError
+    kill(pid, number)
+os.kill = may_not
+print(prove(["sh", "-c", "sleep 3600; : {run}"], timeout=1.0).reason)
+"""
+
+
+def test_a_process_of_another_user_does_not_spare_the_others(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [PYTHON, "-c", MAY_NOT], cwd=tmp_path, capture_output=True, text=True, timeout=HANG, env=_env()
+    )
+    assert "took longer" in ran.stdout, ran.stderr
 
 
 def test_launches_that_cannot_be_ended_are_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import dcp_plugin as dcp
+from dcp_plugin.tools.resume_check import marks_of
 from tests.launch import on_ranks
 from tests.messages import refusal, warned
 
@@ -146,6 +147,37 @@ def test_a_tensor_of_another_dtype_is_not_compared(tmp_path: Path) -> None:
     assert is_exact(again)
 
 
+def test_a_move_to_a_device_is_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    again = resumed(tmp_path, large=torch.randn(300, 300))
+    monkeypatch.setattr("dcp_plugin.tools.resume_check.is_plain_memory", lambda tensor: False)  # as on a device
+    assert is_exact(again)
+
+
+def test_a_tensor_with_another_order_in_memory_is_not_compared(tmp_path: Path) -> None:
+    again = {"model": nn.Conv2d(3, 4, 3)}
+    dcp.save(again, tmp_path / "step-1")
+    dcp.resume_or_init(again, tmp_path)
+    again["model"].to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    assert is_exact(again)
+
+
+def test_a_tensor_without_memory_has_no_mark() -> None:
+    assert not marks_of({"w": torch.empty(2, device="meta")})
+
+
+def test_an_object_may_load_another_checkpoint_meanwhile(tmp_path: Path) -> None:
+    class Teacher(Average):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(state)
+            dcp.load({"model": nn.Linear(2, 2)}, tmp_path / "teacher")
+
+    dcp.save({"model": nn.Linear(2, 2)}, tmp_path / "teacher")
+    dcp.save({"model": nn.Linear(2, 2), "teacher": Teacher(1)}, tmp_path / "run" / "step-1")
+    again = {"model": nn.Linear(2, 2), "teacher": Teacher(1)}
+    assert dcp.resume_or_init(again, tmp_path / "run").report.exact  # type: ignore[union-attr]
+    assert is_exact(again)
+
+
 @pytest.mark.parametrize("globs", [["lr"], "optim.param_groups.*.lr"])
 def test_what_changes_on_purpose_can_be_named(tmp_path: Path, globs: Any) -> None:
     again = resumed(tmp_path)
@@ -223,6 +255,19 @@ def test_a_difference_on_one_rank_is_raised_on_all(tmp_path: Path, layout: str) 
         again["optim"].param_groups[0]["lr"] = 7.0
     message = refusal(dcp.CheckpointMismatch, lambda: dcp.verify_resume(again, on_difference="error"), "on 2 ranks")
     assert "rank 1: overwritten after the restore: optim.param_groups." in message
+
+
+@on_ranks(2)
+def test_an_object_of_one_rank_beside_fsdp1_does_not_hang(tmp_path: Path) -> None:
+    from tests.layouts import build, train
+
+    state: dict[str, Any] = dict(zip(("model", "optim"), build("fsdp1"), strict=True))
+    train(*state.values())
+    if torch.distributed.get_rank() == 0:
+        state["ema"] = Average(1)
+    dcp.save(state, tmp_path / "step-1")
+    again = {name: Average(1) if name == "ema" else value for name, value in state.items()}
+    assert dcp.resume_or_init(again, tmp_path).report.exact is not False  # type: ignore[union-attr]
 
 
 def test_a_pruned_weight_is_not_compared(tmp_path: Path) -> None:
