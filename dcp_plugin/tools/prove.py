@@ -165,8 +165,9 @@ def _adopting_orphans(trial: _Trial) -> Iterator[None]:
     finally:
         trial.end_processes()
         for place in ("/dev/shm", tempfile.gettempdir()):  # host copies of keepers that were killed
-            for left in Path(place).glob(f"dcp_plugin-*-{trial.home.name}"):
-                shutil.rmtree(left, ignore_errors=True)
+            for folder in Path(place).glob(f"dcp_plugin-*-{trial.home.name}"):
+                if folder.lstat().st_uid == os.getuid():  # another user may have planted the name
+                    shutil.rmtree(folder, ignore_errors=True)
         for number, handler in earlier.items():
             signal.signal(number, handler)
         prctl(36, 0, 0, 0, 0)

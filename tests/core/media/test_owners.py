@@ -278,6 +278,9 @@ ELSEWHERE = {
         *("tiers/local_checkpoints.py quarantine", "tiers/node.py _write", "tiers/node.py copy"),
         *("tiers/node.py _drain", "core/media/copies.py delete_others"),
     },
+    "a new folder of this process, and the memory of keepers that it started": {
+        *("tools/prove.py prove", "tools/prove.py put_away", "tools/prove.py _adopting_orphans"),
+    },
     "paths that the user has named": {
         *("core/media/disk/commit.py remove", "core/media/disk/commit.py note", "core/media/disk/commit.py write"),
     },
