@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.core.config import CheckpointConfig
@@ -28,8 +27,8 @@ from dcp_plugin.core.records import LoadReport
 from dcp_plugin.core.runs.foreign import OTHERS
 from dcp_plugin.core.types import public_class
 from dcp_plugin.fabric._fabric import plugin_of, unwrapper
-from dcp_plugin.fabric.state import FabricStrategy, Filter, inside_ddp_of, kind_of, load, named_state, names_of, of_kind
-from dcp_plugin.integration import EXTRA, BaseAttachment, is_regular_file
+from dcp_plugin.fabric.state import FabricStrategy, Filter, inside_ddp_of, kind_of, load, named_state, names_of
+from dcp_plugin.integration import EXTRA, OPTIM, BaseAttachment, is_regular_file
 from dcp_plugin.integration import lightning_packages as packages
 from dcp_plugin.integration.lightning_packages import SUPPORTED, override
 from dcp_plugin.start import Start, StartOptions, begin_check, modules_of, watching
@@ -248,7 +247,8 @@ class FabricAdapter(FabricStrategy):
             options = packages.package_behind(self.strategy).load_options(weights_only)
             remainder: dict[str, Any] = self.stock.load_checkpoint(path, state=state, strict=strict, **options)
             return remainder
-        resumes = isinstance(state, dict) and bool(of_kind(Optimizer, state))
+        # An optimizer of any rank: the comparison is a collective of all ranks.
+        resumes = any(name.startswith(OPTIM) for name in names.values())
         check = begin_check(*self.attachment.check_options) if resumes else None
         with self.internals.shown(path) as files, watching(check):
             remainder = load(self, path, files, ordered, strict, weights_only)
