@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -173,8 +173,6 @@ class KeptSaves:
             NoSharedMemory: The keeper is passed over.
         """
         self._queue.wait_written()
-        with suppress(OSError):  # without the mark the keeper writes with normal priority
-            self.client.spool.training_mark(self.client.spool.client).touch()
         self.client.refuse_if_passed_over()
         if not all(self.client.spool.is_there(slab) for slab in self.memory.slabs):
             self.memory.free()
@@ -194,7 +192,6 @@ class KeptSaves:
         """
         self._renew_group(ranks)
         self._queue.closes_at = None
-        handle.on_awaited = partial(self.client.spool.training_mark(self.client.spool.client).unlink, missing_ok=True)
         # The training waits for this block. The thread is started at its end.
         with self._files_of(handle, request, ranks) as extra_files, collector_paused(), module_cache():
             copy = begin_copy(self._pipeline, handle, live, Attempt.of(self._pool), ranks)

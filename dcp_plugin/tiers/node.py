@@ -12,7 +12,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
@@ -28,7 +28,6 @@ from dcp_plugin.core.storage.part_writer import PartWriter
 from dcp_plugin.core.storage.published import comparisons_below
 from dcp_plugin.core.storage.reuse import Reuse
 from dcp_plugin.core.storage.stream_copy import FileCheck, PipelinedCopy, SourceError
-from dcp_plugin.core.storage.write_items import last_of
 from dcp_plugin.tiers import plain
 from dcp_plugin.tiers.journal import Journal
 from dcp_plugin.tiers.journal_records import End, Part, RankJob
@@ -120,11 +119,7 @@ class Node:
             items = list(plain.decode(job.items).decoded(self.journal.spool))
         except OSError as error:
             raise SaveFailed(f"the host copy of rank {rank} for {job.path} is gone ({error})") from error
-        mark = self.journal.spool.training_mark(job.client)
-        with ThreadPoolExecutor(job.config.io.threads, "keeper-low", os.nice, (10,)) as low:
-            # The threads of a store's client serve all saves, and keep the priority of the thread that starts them.
-            run = last_of if on_file_system(to) is None else lambda steps: _run_low(low, mark, steps)
-            written = writer.write(items, rank, to, job.frozen, run)
+        written = writer.write(items, rank, to, job.frozen)
         spent = replace(job.spent, write_seconds=time.monotonic() - began)
         extra_files = self.journal.files_of(token, rank)
         comparisons: dict[str, str] = {}
@@ -333,15 +328,6 @@ class Node:
                 if end is not None and end.published:
                     for part in parts:
                         tier.remove(part.record.token)
-
-
-def _run_low(low: ThreadPoolExecutor, mark: Path, steps: Iterator[object]) -> object:
-    """Run steps in a thread of ``low`` while the mark of the rank exists, and the remaining steps in this thread.
-
-    Only a privileged process can raise the priority of a thread again, so another thread continues.
-    """
-    value = low.submit(last_of, steps, mark.exists).result() if mark.exists() else None
-    return last_of(steps, value=value)
 
 
 def _sizes_of_data_files(folder: Path, rank: int) -> dict[str, int]:

@@ -10,8 +10,6 @@
 ``keeper.log``              its log
 ``<client>.client``         locked by a rank while it may hand saves over; contains the name of its training.
                             A rank that ends normally deletes it
-``<client>.trains``         exists from the begin of a save until the rank waits for a save, leaves or dies. The keeper
-                            writes the save with low priority meanwhile
 ``slab-<client>-…``         the host copy of one rank, mapped by that rank and by the keeper
 ``<token>.…``               records of a save, and ``keeper.address``: the journal (:mod:`~dcp_plugin.tiers.journal`)
 ==========================  ===========================================================================================
@@ -167,17 +165,13 @@ class Spool:
     def leave(self) -> None:
         """Give up the lock, because this rank needs no keeper any more."""
         if self._held is not None:
-            self.drop(f"{self.client}{_CLIENT}", self.training_mark(self.client).name)
+            self.drop(f"{self.client}{_CLIENT}")
             os.close(self._held)
             self._held = None
 
     def is_used_by(self, client: str) -> bool:
         """Return whether the rank of a host copy or of a job is alive, and has not left."""
         return locked_by(self.folder / f"{client}{_CLIENT}") is not None
-
-    def training_mark(self, client: str) -> Path:
-        """Return the file that exists while a rank trains: it has begun a save, and has not waited for one since."""
-        return self.folder / f"{client}.trains"
 
     def clients(self) -> tuple[list[str], bool]:
         """Return the ranks that are alive, and whether a rank has died since the last call. Called in the keeper."""
@@ -186,7 +180,7 @@ class Spool:
             if locked_by(self.folder / name) is not None:
                 alive.append(name.removesuffix(_CLIENT))
             elif self.get(name):  # an empty file has no lock yet: its rank is about to enter
-                self.drop(name, self.training_mark(name.removesuffix(_CLIENT)).name)
+                self.drop(name)
                 has_death = True
         return alive, has_death
 

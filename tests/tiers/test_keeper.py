@@ -220,54 +220,6 @@ def test_a_stopped_keeper_is_named_and_the_ranks_write_its_saves(
     assert dcp.latest(tmp_path / "run", local_dir=local) == tmp_path / "run/last"
 
 
-_KEEPER_AT_A_GATE = """
-import os, runpy, sys
-from dcp_plugin import events
-
-def note(event):  # in the thread that writes
-    if isinstance(event, events.BytesWritten):
-        with open({log!r}, "a") as log:
-            print(os.getpriority(os.PRIO_PROCESS, 0), file=log)
-        if event.written * 2 >= event.total and os.path.exists({gate!r}):
-            with open({gate!r}) as gate:
-                gate.read()
-
-events.subscribe(note)
-del sys.argv[:2]
-runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-"""
-
-
-def _hold_keepers_in_the_middle_of_a_write(log: Path, gate: Path, patch: pytest.MonkeyPatch) -> None:
-    """Have keepers note the priority of threads that write, and wait in the middle of a write for the test."""
-    os.mkfifo(gate)
-    program, python = gate.with_name("keeper.py"), gate.with_name("python")
-    program.write_text(_KEEPER_AT_A_GATE.format(log=str(log), gate=str(gate)))
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{program}" "$@"\n')
-    python.chmod(0o755)
-    patch.setattr(sys, "executable", str(python))
-
-
-@pytest.mark.parametrize("direct", [False, True])
-def test_a_keeper_writes_with_low_priority_until_a_rank_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
-) -> None:
-    log, gate, normal = tmp_path / "log", tmp_path / "gate", os.getpriority(os.PRIO_PROCESS, 0)
-    _hold_keepers_in_the_middle_of_a_write(log, gate, monkeypatch)
-    config: dict[str, Any] = {"io": {"threads": 1, "direct": direct}}
-    with dcp.Checkpointer(async_save=True, keeper={"linger": 0.0}, **config) as checkpointer:
-        handle = checkpointer.save({"weights": torch.zeros(64 << 20, dtype=torch.uint8)}, tmp_path / "run/step-1")
-        with gate.open("w"):  # returns when the keeper has opened it, too
-            while_training = log.read_text().split()
-            gate.unlink()
-            with pytest.raises(TimeoutError):
-                handle.wait(0)
-        handle.wait()
-    while_waiting = log.read_text().split()[len(while_training) :]
-    assert set(while_training) == {str(normal + 10)}
-    assert while_waiting[-1] == str(normal) and while_waiting.count(str(normal + 10)) <= 1
-
-
 def test_memory_of_a_save_that_was_taken_from_a_stopped_keeper_is_not_used_again(tmp_path: Path) -> None:
     """The keeper goes on, and may still read it."""
     root = tmp_path / "run"

@@ -70,8 +70,6 @@ class SaveHandle:
         self._error: Exception | None = None
         self._error_was_raised = False
         self._callbacks: deque[Callable[[events.SaveFinished], object]] = deque()
-        # Called when a caller begins to wait for the save. It takes no lock, since a signal handler may call it.
-        self.on_awaited: Callable[[], None] = lambda: None
 
     def staged(self) -> bool:
         """Return whether the state is copied, so that training may change it.
@@ -104,7 +102,7 @@ class SaveHandle:
             CheckpointError: As :meth:`wait`.
         """
         self._refuse_in_callback("wait for it")
-        if not self._wait_for(self._local, timeout):
+        if not self._local.wait(timeout):
             raise TimeoutError(f"the save of {self.path} is not complete locally within {timeout} s; the save goes on")
         if self._local_error is not None:
             raise self._local_error
@@ -126,7 +124,7 @@ class SaveHandle:
             CheckpointError: A callback of this save, or a subscriber of its events, calls this.
         """
         self._refuse_in_callback("wait for it")
-        if not self._wait_for(self._done, timeout):
+        if not self._done.wait(timeout):
             raise TimeoutError(f"the save of {self.path} has not ended within {timeout} s, and goes on")
         if (error := self._take_error()) is not None:
             raise error
@@ -158,11 +156,6 @@ class SaveHandle:
         with suppress(IndexError):
             while True:
                 yield self._callbacks.popleft()
-
-    def _wait_for(self, milestone: threading.Event, timeout: float | None = None) -> bool:
-        if not milestone.is_set():
-            self.on_awaited()
-        return milestone.wait(timeout)
 
     def _refuse_in_callback(self, action: str) -> None:
         """Raise CheckpointError if this is called in a callback of the save in flight."""
@@ -209,7 +202,7 @@ class RunningSave(SaveHandle):
         Returns:
             True if the save has ended; False after ``timeout`` seconds.
         """
-        return self._wait_for(self._done, timeout)
+        return self._done.wait(timeout)
 
     def set_copying(self) -> None:
         """Mark the state as not copied yet. If a keeper cannot take the copy, another writer copies the state again,
@@ -326,12 +319,12 @@ class SaveQueue:
     def wait_recoverable(self) -> None:
         """Wait until a load would find every save in flight, or the save has failed. Raise nothing."""
         for handle in self.handles:
-            handle._wait_for(handle._local)
+            handle._local.wait()
 
     def wait_written(self) -> None:
         """Wait until every host copy is written, or its save has ended. Then the next save may overwrite the copy."""
         for handle in self.handles:
-            handle._wait_for(handle._written)
+            handle._written.wait()
 
     @contextmanager
     def call(self, action: str) -> Iterator[None]:

@@ -112,8 +112,6 @@ def _finish(saves: list[RunningSave], limit: float) -> None:
     began = time.monotonic()
     _say(f"finishing the save of {', '.join(str(save.path) for save in saves)} first, for at most {limit:g} s")
     while not all(save.done() for save in saves) and time.monotonic() - began < limit:
-        for save in saves:  # each time: the interrupted call may begin a save, which then counts as not awaited
-            save.on_awaited()
         time.sleep(0.02)
     for save in saves:
         how = f"was NOT saved: {save.exception()}" if save.exception() else "is saved"

@@ -12,7 +12,7 @@ import platform
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -51,27 +51,19 @@ class PartWriter:
     reuse: Reuse | None
     """This rank's knowledge of the run's last checkpoint; if None, everything is written."""
 
-    def write(
-        self,
-        items: Sequence[NewItem],
-        rank: int,
-        directory: Where,
-        frozen: Collection[str] = (),
-        run: Callable[[Iterator[Any]], Any] = write_items.last_of,
-    ) -> WrittenPart:
+    def write(self, items: Sequence[NewItem], rank: int, directory: Where, frozen: Collection[str] = ()) -> WrittenPart:
         """Link the unchanged items and write the others.
 
         Args:
             rank: The rank whose part this is.
             directory: The reserved directory of the save, for the files of all ranks.
             frozen: Keys of parameters that are not trained.
-            run: As in :class:`~dcp_plugin.core.storage.write_items.Destination`.
 
         Raises:
             SaveFailed: The files could not be written.
         """
         self.medium.join(directory, self.path)
-        to = write_items.Destination(self.medium, directory, rank, self.io_threads, run)
+        to = write_items.Destination(self.medium, directory, rank, self.io_threads)
         unique, first = _without_duplicates(items)
         try:
             places, nbytes, findings = self._write(unique, to, frozen)
@@ -87,7 +79,7 @@ class PartWriter:
     ) -> tuple[Places, int, Findings]:
         reuse, findings = self.reuse, NOTHING
         if reuse is not None:
-            findings = to.run(reuse.examine(items, frozen, to) for _ in range(1))
+            findings = reuse.examine(items, frozen, to)
         new_slots = [slot for slot in range(len(items)) if slot not in findings.linked]
         stable = {position for position, slot in enumerate(new_slots) if slot in findings.stable}
         places = write_items.write([items[slot].data for slot in new_slots], to, self.path, stable, findings.names)

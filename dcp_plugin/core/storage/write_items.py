@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -63,19 +63,6 @@ _TOGETHER = 512 << 10  # size of the memory in which small items are collected
 _IN_PLACE_PIECE = 8 << 20  # large, because a system call is the only work per piece
 
 
-def last_of(steps: Iterator[Any], goes_on: Callable[[], bool] = lambda: True, value: Any = None) -> Any:
-    """Run steps to their end, or until ``goes_on`` returns false after a step.
-
-    Returns:
-        The value of the last step that ran; the given value if no step is left.
-    """
-    for step in steps:
-        value = step
-        if not goes_on():
-            break
-    return value
-
-
 @dataclass(frozen=True)
 class Destination:
     """Directory and options with which this rank writes."""
@@ -85,8 +72,6 @@ class Destination:
     """Directory of the reservation."""
     rank: int
     io_threads: int
-    run: Callable[[Iterator[Any]], Any] = last_of
-    """Function that runs the steps of a file one after another, in any threads, and returns the value of the last."""
 
     def free_name(self, taken: Collection[str]) -> str:
         """Return the first name for a data file of this rank that is not taken.
@@ -132,7 +117,7 @@ def write(
 
     def write_one(name: str, bucket: list[int], content: list[_Item], layout: _Layout) -> Places:
         # All items of a file are stable, or none is.
-        return cast(Places, to.run(_write_file(to, name, content, layout, meter, linkable=bucket[0] in stable)))
+        return _write_file(to, name, content, layout, meter, linkable=bucket[0] in stable)
 
     if len(buckets) <= 1:
         written = list(map(write_one, names, buckets, contents, layouts))
@@ -220,27 +205,25 @@ def _layout(items: list[_Item]) -> _Layout:
 
 def _write_file(
     to: Destination, name: str, items: list[_Item], layout: _Layout, meter: _Meter, linkable: bool
-) -> Iterator[Places | None]:
-    # A step is an item, or a piece of a large one. The last step yields the places.
+) -> Places:
     starts, size = layout
     rings, rows = Rings(), list[list[int]]()
     with to.medium.create(to.directory, name, size, meter.add, to.io_threads) as file:
         small = _SmallItems(file)
         for item, start in zip(items, starts, strict=True):
-            yield None
             if item.length <= _SMALL and (row := small.add(item, start)) is not None:
                 rows.append(row)
                 continue
             small.flush()
             file.write(bytes(start - file.tell()))  # zeros between the items
-            rows.append((yield from _write_item(file, item, rings)))
+            rows.append(_write_item(file, item, rings))
         small.flush()
         file.write(bytes(size - file.tell()))
     place = [
         (start, item.length, item.payload_offset, item.payload_length)
         for start, item in zip(starts, items, strict=True)
     ]
-    yield Places.of_items(
+    return Places.of_items(
         [name],
         np.zeros(len(items), np.int32),
         np.array(place, np.int64).reshape(-1, 4),
@@ -294,8 +277,8 @@ class _SmallItems:
         self._begin = self._end
 
 
-def _write_item(file: NewFile, item: _Item, rings: Rings) -> Generator[None, None, list[int]]:
-    """Write one item in steps and return its hashes. Each piece is hashed while it is in the processor's cache."""
+def _write_item(file: NewFile, item: _Item, rings: Rings) -> list[int]:
+    """Write one item and return its hashes. Each piece is hashed while it is in the processor's cache."""
     data, around = item.data, item.around
     if isinstance(data, WholeItem):
         data = data.encode()
@@ -315,7 +298,6 @@ def _write_item(file: NewFile, item: _Item, rings: Rings) -> Generator[None, Non
     for piece in pieces:
         hashes.add(piece)
         file.write(piece, kept)
-        yield None
     file.write(around.tail if around is not None else b"")
     return hashes.row
 

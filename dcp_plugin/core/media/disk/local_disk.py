@@ -187,7 +187,6 @@ class BlockFile:
         self._position = 0
         """The position in the file at which the buffer begins."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="dcp-write-behind")
-        self._priority = os.getpriority(os.PRIO_PROCESS, 0)
         self._on_its_way: Future[None] | None = None
         self._written_back = 0
         self.direct = False
@@ -263,9 +262,6 @@ class BlockFile:
     def _write_behind(self, data: memoryview) -> None:
         """Begin to write bytes at the position, after the write in progress has ended."""
         self._wait()
-        if self._priority != (priority := os.getpriority(os.PRIO_PROCESS, 0)):
-            # A thread of another priority continues the file, and a thread starts with the priority of its caller.
-            self._writer, self._priority = ThreadPoolExecutor(1, thread_name_prefix="dcp-write-behind"), priority
         self._on_its_way = self._writer.submit(self._write_all, data, self._position)
         self._position += len(data)
 
