@@ -166,8 +166,9 @@ def _adopting_orphans(trial: _Trial) -> Iterator[None]:
         trial.end_processes()
         for place in ("/dev/shm", tempfile.gettempdir()):  # host copies of keepers that were killed
             for folder in Path(place).glob(f"dcp_plugin-*-{trial.home.name}"):
-                if folder.lstat().st_uid == os.getuid():  # another user may have planted the name
-                    shutil.rmtree(folder, ignore_errors=True)
+                with suppress(FileNotFoundError):  # a keeper that ends removes its folder itself
+                    if folder.lstat().st_uid == os.getuid():  # another user may have planted the name
+                        shutil.rmtree(folder, ignore_errors=True)
         for number, handler in earlier.items():
             signal.signal(number, handler)
         prctl(36, 0, 0, 0, 0)
@@ -244,7 +245,7 @@ class _Trial:
 
     def checkpoints(self) -> list[Where]:
         """Return the complete checkpoints of the present run, of all tools."""
-        return [found.path for root in self._roots() for found in Scan(root, others=True, read_all=True).complete()]
+        return [state.path for root in self._roots() for state in Scan(root, others=True, read_all=True).complete()]
 
     def steps(self) -> dict[int, Where]:
         """Return the newest checkpoint of each step of the present run."""
@@ -286,10 +287,10 @@ class _Trial:
         for pid, parent, program, is_alive in _processes():
             if is_alive and pid not in self._others:
                 below.setdefault(parent, []).append((pid, program))
-        found = below.get(os.getpid(), [])
-        for pid, _ in found:  # grows
-            found += below.get(pid, [])
-        return dict(found)
+        descendants = below.get(os.getpid(), [])
+        for pid, _ in descendants:  # grows
+            descendants += below.get(pid, [])
+        return dict(descendants)
 
     def _environment(self, kill_after: int | None) -> dict[str, str]:
         (trackers := self.home / "trackers").mkdir(exist_ok=True)
@@ -357,8 +358,8 @@ def _compared(trial: _Trial, runs: list[Path], last: int, exclude: Collection[st
             f"no step after the kill (at step {last}) is in both runs: the undisturbed one has {lists[0]}, the resumed "
             f"one {lists[1]}. A retention that keeps more of them, or an earlier kill, may help"
         )
-    found = {step: _difference(step, steps[0][step], steps[1][step], exclude) for step in common}
-    amounts = {step: _amounts(there) for step, there in found.items()}
+    differences = {step: _difference(step, steps[0][step], steps[1][step], exclude) for step in common}
+    amounts = {step: _amounts(difference) for step, difference in differences.items()}
     # Before the kill both runs are undisturbed.
     unjudged = {key for step in common if step <= last for key in amounts[step] if amounts[step][key] == inf}
     losses = [_losses(run, exclude) for run in runs]
@@ -373,7 +374,7 @@ def _compared(trial: _Trial, runs: list[Path], last: int, exclude: Collection[st
             usual = _amounts(_difference(step, steps[0][step], repeated[step], exclude))
             unjudged |= {key for key, amount in usual.items() if amount == inf}
             noise[step] = max((amount for amount in usual.values() if amount < inf), default=0.0)
-    compared, first = _judged(found, amounts, unjudged, noise)
+    compared, first = _judged(differences, amounts, unjudged, noise)
     apart = _apart(losses[0], losses[1], losses[-1] if losses[2:] else losses[0], last)
     verdict: Literal["exact", "different", "inconclusive"] = "exact"
     reason = f"the resume is exact: {len(after)} checkpoint(s) after the kill are bit-identical"
@@ -388,20 +389,24 @@ def _compared(trial: _Trial, runs: list[Path], last: int, exclude: Collection[st
 
 
 def _judged(
-    found: dict[int, Divergence], amounts: dict[int, dict[str, float]], unjudged: set[str], noise: dict[int, float]
+    differences: dict[int, Divergence],
+    amounts: dict[int, dict[str, float]],
+    unjudged: set[str],
+    noise: dict[int, float],
 ) -> tuple[dict[int, Divergence], int | None]:
     """Return the differences without ``unjudged`` keys, and the first step that differs by more than its noise."""
     compared: dict[int, Divergence] = {}
     first: int | None = None
-    for step, there in found.items():
-        differ = {part: [key for key in keys if key not in unjudged] for part, keys in there.differ.items()}
+    for step, difference in differences.items():
+        differ = {part: [key for key in keys if key not in unjudged] for part, keys in difference.differ.items()}
         keys = [key for of_part in differ.values() for key in of_part]
         beyond = [key for key in keys if step in noise and amounts[step][key] > NOISE * noise[step]]
         # A counter, a rate or a random stream is nearer to the cause than the tensors that follow from it.
         key = next(iter([*sorted(beyond, key=lambda key: amounts[step][key] < inf), *keys]), "")
-        at, values = (there.at, there.values) if key == there.key else places_in(there).get(key, ("", None))
+        own_place = difference.at, difference.values
+        at, values = own_place if key == difference.key else places_in(difference).get(key, ("", None))
         differ = {part: keys for part, keys in differ.items() if keys}
-        compared[step] = replace(there, key=key, at=at, values=values, differ=differ)
+        compared[step] = replace(difference, key=key, at=at, values=values, differ=differ)
         first = step if first is None and beyond else first
     return compared, first
 
@@ -414,15 +419,15 @@ def shown(difference: Divergence) -> str:
 
 def _difference(step: int, first: Where, second: Where, exclude: Collection[str]) -> Divergence:
     with CheckpointReader(first) as reader:
-        known = [pattern for pattern in exclude if any(fnmatchcase(key, pattern) for key in reader.index)]
-    return divergence_in(diff(first, second, exclude=known), step)
+        matching = [pattern for pattern in exclude if any(fnmatchcase(key, pattern) for key in reader.index)]
+    return divergence_in(diff(first, second, exclude=matching), step)
 
 
-def _amounts(found: Divergence) -> dict[str, float]:
+def _amounts(difference: Divergence) -> dict[str, float]:
     """Return the relative differences of the tensors of floats that differ, and infinity for other keys."""
-    changed = () if found.diff is None else found.diff.changed
+    changed = () if difference.diff is None else difference.diff.changed
     floats = {tensor.key: tensor.amount.relative for tensor in changed if tensor.amount and "float" in tensor.dtype}
-    keys = (key for group in found.differ.values() for key in group)
+    keys = (key for group in difference.differ.values() for key in group)
     return {key: min(floats[key], sys.float_info.max / NOISE) if key in floats else inf for key in keys}
 
 

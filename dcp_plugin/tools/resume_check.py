@@ -209,13 +209,14 @@ class ResumeCheck:
             when: The moment of the comparison, for the log.
 
         Raises:
-            CheckpointMismatch: The state differs on a rank and the mode is ``"error"``; raised on every rank.
+            CheckpointMismatch: The state differs on a rank, and the mode of any rank is ``"error"``; raised on every
+                rank.
         """
         of_ranks: list[Any] = ranks.combine(
             f"compare the state with {report.path}", lambda: self._outcome(report), list
         )
         lines, failures = (said_by_ranks([outcome[number] for outcome in of_ranks]) for number in (0, 1))
-        compared, delivered, hashed, nbytes, unreported = map(
+        compared, delivered, hashed, nbytes, unreported, is_error = map(
             max, zip(*(outcome[2] for outcome in of_ranks), strict=True)
         )
         self.report = replace(report, exact=False if lines else True if compared and not failures else None)
@@ -225,7 +226,7 @@ class ResumeCheck:
                 f"the resume from {report.path} is NOT exact{on_ranks}, {when}. Find the code that changes these keys "
                 "after the load; if it does so on purpose, name them in expect_changed=[GLOB]:\n  " + "\n  ".join(lines)
             )
-            if self.mode == "error":
+            if is_error:  # of any rank: a rank that went on alone would wait for the others
                 raise CheckpointMismatch(text)
         else:
             share = 100 * hashed / nbytes if nbytes else 100
@@ -271,7 +272,8 @@ class ResumeCheck:
 
     def _outcome(self, report: LoadReport) -> tuple[list[str], list[str], tuple[int, ...]]:
         """Return the differences of this rank as lines, why it could not compare, and its counts: leaves compared and
-        delivered, bytes hashed and in the compared leaves, and differing keys that the load has not reported."""
+        delivered, bytes hashed and in the compared leaves, differing keys that the load has not reported, and whether a
+        difference is an error."""
         reported = {*report.missing, *report.unexpected}
         differing = {**self.differences, NOT_RESTORED: [*self.differences[NOT_RESTORED], *sorted(reported)]}
         unexpected = {cause: [key for key in keys if not self._is_expected(key)] for cause, keys in differing.items()}
@@ -280,7 +282,8 @@ class ResumeCheck:
         marks = [self.sizes[key] for key in self.compared & self.sizes.keys()]
         sizes = sum(mark.hashed for mark in marks), sum(mark.nbytes for mark in marks)
         unused = f"no object of the state takes {some(sorted(self.unused))} of the checkpoint" if self.unused else ""
-        return lines, [*filter(None, (self.failure, unused))], (len(self.compared), len(self.sizes), *sizes, unreported)
+        counts = len(self.compared), len(self.sizes), *sizes, unreported, self.mode == "error"
+        return lines, [*filter(None, (self.failure, unused))], counts
 
     def _is_expected(self, key: str) -> bool:
         return any(fnmatchcase(text, glob) for glob in self.expected for text in (key, key.rpartition(".")[2]))

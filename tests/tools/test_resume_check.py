@@ -258,6 +258,16 @@ def test_a_difference_on_one_rank_is_raised_on_all(tmp_path: Path, layout: str) 
 
 
 @on_ranks(2)
+def test_an_error_that_one_rank_asks_for_is_raised_on_all(tmp_path: Path) -> None:
+    rank = torch.distributed.get_rank()
+    state = {"n": 3, "weights": torch.ones(2)}
+    dcp.save(state, tmp_path / "step-1")
+    dcp.resume_or_init(state, tmp_path)
+    state["weights"].fill_(rank)  # rank 0 alone differs
+    refusal(dcp.CheckpointMismatch, lambda: dcp.verify_resume(state, on_difference=("auto", "error")[rank]), "weights")
+
+
+@on_ranks(2)
 def test_an_object_of_one_rank_beside_fsdp1_does_not_hang(tmp_path: Path) -> None:
     from tests.layouts import build, train
 
