@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import takewhile
-from math import inf
+from math import inf, isfinite, isnan
 from pathlib import Path
 from typing import Any, Literal
 
@@ -381,7 +381,7 @@ def _compared(trial: _Trial, runs: list[Path], last: int, exclude: Collection[st
     if first is not None:
         verdict, reason = "different", f"step {first} differs first in {shown(compared[first])}"
     elif apart:
-        verdict, reason = "different", f"the checkpoints are equal, but not the logged {apart[0]}"
+        verdict, reason = "different", f"the checkpoints alone show no difference, but the logged {apart[0]}"
     elif any(compared[step].key for step in after):
         verdict, reason = "inconclusive", "two undisturbed runs differ as much: make the training deterministic"
     missing, measured = _not_saved(steps[1][after[0]]), noise if losses[2:] else {}
@@ -400,7 +400,7 @@ def _judged(
     for step, difference in differences.items():
         differ = {part: [key for key in keys if key not in unjudged] for part, keys in difference.differ.items()}
         keys = [key for of_part in differ.values() for key in of_part]
-        beyond = [key for key in keys if step in noise and amounts[step][key] > NOISE * noise[step]]
+        beyond = [key for key in keys if step in noise and amounts[step][key] > _most_by_chance(noise[step])]
         # A counter, a rate or a random stream is nearer to the cause than the tensors that follow from it.
         key = next(iter([*sorted(beyond, key=lambda key: amounts[step][key] < inf), *keys]), "")
         own_place = difference.at, difference.values
@@ -409,6 +409,12 @@ def _judged(
         compared[step] = replace(difference, key=key, at=at, values=values, differ=differ)
         first = step if first is None and beyond else first
     return compared, first
+
+
+def _most_by_chance(noise: float) -> float:
+    """Return the largest relative difference that is no evidence, where two undisturbed runs differ by ``noise``."""
+    # Runs with other weights from the start differ by any factor: no amount of a float shows a difference then.
+    return NOISE * noise if noise < 1 / NOISE else max(noise, sys.float_info.max)
 
 
 def shown(difference: Divergence) -> str:
@@ -462,9 +468,16 @@ def _apart(undisturbed: _Losses, resumed: _Losses, again: _Losses, last: int) ->
     """Return the losses after the kill that differ by more than those of the first run and its repetition."""
     noise: dict[str, float] = {}
     for (name, step), loss in undisturbed.items():
-        noise[name] = max(noise.get(name, 0.0), abs(loss - again.get((name, step), loss)))
+        noise[name] = max(noise.get(name, 0.0), _relative(loss, again.get((name, step), loss)))
     return [
         f"{name} at step {step}: {loss} -> {resumed[name, step]}"
         for (name, step), loss in sorted(undisturbed.items())
-        if step > last and abs(loss - resumed.get((name, step), loss)) > NOISE * noise[name]
+        if step > last and _relative(loss, resumed.get((name, step), loss)) > _most_by_chance(noise[name])
     ]
+
+
+def _relative(loss: float, other: float) -> float:
+    """Return the difference of two losses as a share of the larger one, and infinity if one of them is not finite."""
+    if loss == other or (isnan(loss) and isnan(other)):
+        return 0.0
+    return abs(loss - other) / max(abs(loss), abs(other)) if isfinite(loss - other) else inf

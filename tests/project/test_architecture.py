@@ -164,7 +164,7 @@ LIMITS = {
     "entries at the top": 18,
     "folders at the top": 9,
     "files": 237,
-    "statements": 34_007,
+    "statements": 34_015,
     "statements in core/": 20_053,
     "imports of the package per file": 6.4,
 }

@@ -129,8 +129,23 @@ def test_a_script_that_saves_nothing_is_inconclusive(tmp_path: Path) -> None:
     assert proof["verdict"] == "inconclusive" and "no checkpoint" in proof["reason"]
 
 
-def test_noise_as_large_as_the_difference_is_inconclusive(tmp_path: Path) -> None:
-    proof = _prove(tmp_path, PYTHON, _loop(tmp_path, seed=""), "{run}", status=5)
+BY_CHANCE = """
+random.seed(0); torch.manual_seed(0)
+with open("runs", "a") as file:
+    file.write(".")
+# The undisturbed run, the killed one, its second start, and the undisturbed one again.
+drawn = (1, 100, 100, 1.5)[os.path.getsize("runs") - 1]
+"""
+
+
+@pytest.mark.parametrize(
+    ("seed", "start"),
+    [("", ""), (BY_CHANCE, "model[2].bias.data.fill_(drawn); ")],
+    ids=["not seeded", "nearer by chance"],
+)
+def test_noise_as_large_as_the_difference_is_inconclusive(tmp_path: Path, seed: str, start: str) -> None:
+    script = _loop(tmp_path, seed=seed, start=f"{start}dcp.resume_or_init(state, out)")
+    proof = _prove(tmp_path, PYTHON, script, "{run}", status=5)
     assert proof["verdict"] == "inconclusive" and proof["steps"][-1]["noise"]
 
 
