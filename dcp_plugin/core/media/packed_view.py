@@ -103,9 +103,6 @@ class PackedFiles(Readable):
     def pin(self, names: Iterable[str]) -> None:
         self.files.pin(map(self._located, names))
 
-    def mark_unreliable(self, file: RangedFile) -> bool:
-        return self.files.mark_unreliable(file)
-
     def moved(self) -> bool:
         return self.files.moved()
 
