@@ -49,7 +49,6 @@ from dcp_plugin.core.state.optimizer import (
     gather_optimizer,
     group_list,
     group_names,
-    groups_of,
     shards_of,
 )
 from dcp_plugin.core.state.optimizer_load import OptimizerLoad, OwnLayoutLoad, load_into
@@ -230,8 +229,6 @@ class OptimizerAdapter(StateAdapter):
         return {} if self.has_own_layout else shards_of(self.module, self.optimizer)
 
     def names(self) -> list[str]:
-        if not groups_of(self.optimizer):
-            return []
         groups = group_names(self.module, self.optimizer)
         return [f"{kind}.{fqn}." for names in groups for fqn in names for kind in ("state", "param_groups")]
 
