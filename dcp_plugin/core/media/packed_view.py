@@ -91,9 +91,6 @@ class PackedFiles(Readable):
     def cost(self) -> ReadCost:
         return self.files.cost
 
-    def version(self, names: Iterable[str]) -> str:
-        return self.files.version(map(self._located, names))
-
     def modified(self, name: str) -> float:
         return self.files.modified(self._located(name))
 
