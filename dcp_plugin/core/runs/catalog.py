@@ -30,7 +30,6 @@ T = TypeVar("T")
 W = TypeVar("W", bound=Where)
 
 
-_OF_ANOTHER_TOOL = "it has the state of a training, which only a program that knows its form ({}) can load"
 MOST_LOOKS = 50
 """Largest number of scans in a search while other processes delete or replace checkpoints."""
 
@@ -354,7 +353,8 @@ def _examined(candidate: CheckpointState | Saved, tools: Collection[str]) -> Che
     saved = candidate.examined()
     if saved is None or saved.reason or saved.tool in tools:
         return saved
-    return replace(saved, reason=_OF_ANOTHER_TOOL.format(saved.tool))
+    why = f"it has the state of a training, which only a program that knows its form ({saved.tool}) can load"
+    return replace(saved, reason=why)
 
 
 def was_published(state: CheckpointState | Saved) -> bool:

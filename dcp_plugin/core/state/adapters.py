@@ -277,9 +277,9 @@ class TreeAdapter(StateAdapter):
     def stands_for_nothing(self) -> bool:
         return self.kind == "value" and not is_tensor(content := self.content()) and _is_open(content)
 
-    @abstractmethod
     def content(self) -> Any:
         """Return the data that the object has now."""
+        return self._value
 
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         return flatten_tree(self.content())
@@ -426,9 +426,6 @@ def without_sampler(position: Any) -> Any:
 
 class MappingAdapter(TreeAdapter):
     may_become_tensor = False
-
-    def content(self) -> Any:
-        return self._value
 
     def missing(self, current: Mapping[str, Any], stored: Mapping[str, Entry]) -> list[str]:
         """Return the missing keys: all keys of a mapping are wanted, since the user has named them.

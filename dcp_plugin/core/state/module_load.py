@@ -252,7 +252,11 @@ class ModuleLoad:
                 self._apart.add(key)
                 of_key, of_first = (_hashes(stored[name]) for name in (key, first))
                 if of_key is not None and of_first is not None and of_key != of_first:
-                    refused[key] = _TIED.format(first, key)
+                    refused[key] = (
+                        f"here the same parameter as {first}, and has another value in the checkpoint, where the two "
+                        f'were not tied. PartialLoad(exclude="*.{key}") loads the weight and the optimizer state of '
+                        f"{first}"
+                    )
         return refused
 
     def _filled_under_another_name(self, absent: list[str], targets: Iterable[str]) -> dict[str, str]:
@@ -390,11 +394,6 @@ class ModuleLoad:
 
 
 _NOTHING = object()
-
-_TIED = (
-    "here the same parameter as {0}, and has another value in the checkpoint, where the two were not tied. "
-    'PartialLoad(exclude="*.{1}") loads the weight and the optimizer state of {0}'
-)
 
 
 def _hashes(entry: Entry) -> list[Any] | None:

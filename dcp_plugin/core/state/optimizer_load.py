@@ -64,11 +64,6 @@ from dcp_plugin.core.tensors._torch_modules import is_of_torch, new_state, slots
 from dcp_plugin.core.tensors.kinds import OF_ITS_OWN_CLASS
 from dcp_plugin.core.types import Box, Wanted
 
-_OTHERS_ARE_TRAINED = (
-    "parameters that are trained now and were not then start with fresh optimizer state, and the state of those that "
-    "are not trained now is left out"
-)
-
 
 def load_into(
     module: nn.Module,
@@ -185,7 +180,10 @@ class OptimizerLoad:
             self.wanted.missing = [f"param_groups.{fqn}" for fqn in sorted(self._here - stored_names)]
         self.wanted.unexpected = [f"param_groups.{fqn}" for fqn in sorted(stored_names - self._here)]
         if has_state and (not stored_names or stored_names & self._here):  # otherwise the state is of another optimizer
-            self.wanted.tolerated = _OTHERS_ARE_TRAINED
+            self.wanted.tolerated = (
+                "parameters that are trained now and were not then start with fresh optimizer state, and the state of "
+                "those that are not trained now is left out"
+            )
         if self._hyper:
             self._group_list = {}
 
