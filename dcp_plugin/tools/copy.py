@@ -134,7 +134,9 @@ def copy(
     """
     began = time.monotonic()
     source, target = as_path(src, storage_options), as_path(dst, storage_options)
-    _refuse_within(source, target)
+    old, new = resolved(source), resolved(target)
+    if old == new or old in new.parents:
+        raise SaveFailed(f"cannot copy {source} to {target}: that is the same place, or within it.")
     report = CopyReport(source, target)
     state = _Copy(report, _find(source, report), overwrite).copy(io_threads, Counter(0, progress))
     return replace(
@@ -145,12 +147,6 @@ def copy(
         seconds=time.monotonic() - began,
         unverified=state.unverified,
     )
-
-
-def _refuse_within(source: Where, target: Where) -> None:
-    old, new = resolved(source), resolved(target)
-    if old == new or old in new.parents:
-        raise SaveFailed(f"cannot copy {source} to {target}: that is the same place, or within it.")
 
 
 def _find(source: Where, report: CopyReport) -> dict[Where, bool]:
