@@ -127,7 +127,8 @@ class Node:
             add_files(medium, to, lambda target: copy_tree(extra_files, target))
             comparisons = comparisons_below(medium_of(extra_files), extra_files)
         sizes = {name: (extra_files / name).stat().st_size for name in comparisons}
-        files = _sizes_of_data_files(folder, rank) if directory is None else {}
+        written_here = folder.glob(f"__{rank}_*{DATA_SUFFIX}") if directory is None else ()
+        files = {file.name: file.stat().st_size for file in written_here}
         part = Part(replace(written, spent=spent), files, comparisons, sizes, str(directory or ""))
         self.journal.add_part(token, rank, part)
         return part
@@ -328,10 +329,6 @@ class Node:
                 if end is not None and end.published:
                     for part in parts:
                         tier.remove(part.record.token)
-
-
-def _sizes_of_data_files(folder: Path, rank: int) -> dict[str, int]:
-    return {file.name: file.stat().st_size for file in folder.glob(f"__{rank}_*{DATA_SUFFIX}")}
 
 
 def _linked(known: Path, target: Path, size: int) -> bool:

@@ -8,7 +8,7 @@ serves its files while the load runs.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -238,11 +238,12 @@ class NodesSource(Source):
                 inventory.take()
                 survivor = next((each for each in inventory.survivors if is_at(each.record, path)), None)
                 if ranks.rank == 0 and inventory.passed_over:
-                    logger.warning("%s: passed over: %s", path, _in_short(inventory.passed_over))
+                    logger.warning("%s: passed over: %s", path, some(inventory.passed_over, 5, "; "))
                 yield None if survivor is None else inventory.files(survivor, path, open_path)
             except CheckpointNotFound as error:
                 if inventory.passed_over:
-                    error.add_note(f"In keeper.dir of the nodes was passed over: {_in_short(inventory.passed_over)}")
+                    passed_over = some(inventory.passed_over, 5, "; ")
+                    error.add_note(f"In keeper.dir of the nodes was passed over: {passed_over}")
                 raise
 
     def states(self, root: Where, ranks: Ranks | None = None) -> list[CheckpointState]:
@@ -281,7 +282,3 @@ class NodesSource(Source):
     def forget(self, path: Where) -> None:
         if self._dir is not None:
             LocalCheckpoints(Path(self._dir), resolved(path.parent)).forget(path_of(path))
-
-
-def _in_short(problems: Sequence[str]) -> str:
-    return some(list(problems), 5, "; ")

@@ -7,7 +7,6 @@ load mixes places by ranges of bytes, and fails only if no place has a range.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import threading
 from collections import Counter
@@ -16,12 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+from dcp_plugin.core.errors import logger
 from dcp_plugin.core.format import INDEX, SUMMARY
 from dcp_plugin.core.format.packed import position_of
 from dcp_plugin.core.media import RangedFile, RawRanges, Readable, first_bytes
 from dcp_plugin.tiers.wire import Address, connect
-
-logger = logging.getLogger("dcp_plugin")
 
 _CONNECT_SECONDS = 20.0
 _READ_SECONDS = 60.0
