@@ -55,6 +55,9 @@ from dcp_plugin.integration import (
 from dcp_plugin.start import Start, StartOptions, begin_check, watching
 
 _ATTRIBUTE = "dcp_plugin_attachment"
+_STEP = re.compile(r"(?:.*[-_.])?(?:global_?)?step[-_=]?(\d+)|checkpoint-(\d+)", re.IGNORECASE)
+"""The training step in the name of a directory: step_500, step-500, global_step500, epoch_1_step_500, or checkpoint-500
+of transformers. Accelerate records no step; the automatic checkpoint_0, checkpoint_1 count saves."""
 _REPLACED = ("save_state", "load_state", "prepare_data_loader", "skip_first_batches", "end_training")
 
 
@@ -193,7 +196,8 @@ class Attachment(BaseAttachment):
         project = self._project()
         training = Training.of(accelerator)
         attendance = self._attendance
-        path = self._path_to_save(project, output_dir)
+        path = self._given(output_dir) if project is None else project.current_path
+        path = resolved(path) if project is None and is_link(path) else path
         # A rank that has saved alone has counted more automatic names, so all ranks compare the project's directory.
         folder = path if project is None else project.root
         alone = attendance is not None and training.is_replicated and attendance.rank_0_saves_alone(folder)
@@ -222,7 +226,8 @@ class Attachment(BaseAttachment):
             state.update(extra_state.gather(accelerator, loaders, training.registered, accelerator_step, with_rng))
 
         views = stock_format.views(training.models, training.optimizers) if for_stock else None
-        step = _step_named(path.name)
+        named = _STEP.fullmatch(path.name)
+        step = int(named[1] or named[2]) if named else None
         handle = internals.save(state, path, step, files=before, views=views, metrics=metrics)
         if project is not None and accelerator.is_main_process:
             delete = self.checkpointer.remove
@@ -466,13 +471,6 @@ class Attachment(BaseAttachment):
     def _project(self) -> Project | None:
         return Project.of(self._accelerator, self.config.storage_options)
 
-    def _path_to_save(self, project: Project | None, output_dir: PathLike | None) -> Where:
-        """Return the path that a save of this rank would write to. If ``output_dir`` is a link, return the target."""
-        if project is not None:
-            return project.current_path
-        path = self._given(output_dir)
-        return resolved(path) if is_link(path) else path
-
     def _decide(self, choose: Callable[[], Where]) -> Where:
         """Return the path that rank 0 chooses, on all ranks. If rank 0 fails, raise on all ranks."""
         return self._given(self.internals.ranks.from_zero("choose a checkpoint", lambda: str(choose())))
@@ -502,16 +500,6 @@ def _extra_keys(path: Where, files: SourceFiles | None, training: Training, stri
             f"{path} has a model, and the accelerator has none: call load_state after accelerator.prepare(…)."
         )
     return keys.get(EXTRA, [])
-
-
-_STEP = re.compile(r"(?:.*[-_.])?(?:global_?)?step[-_=]?(\d+)|checkpoint-(\d+)", re.IGNORECASE)
-
-
-def _step_named(name: str) -> int | None:
-    """Return the training step in the name of a directory: step_500, step-500, global_step500, epoch_1_step_500, or
-    checkpoint-500 of transformers. Accelerate records no step; the automatic checkpoint_0, checkpoint_1 count saves."""
-    match = _STEP.fullmatch(name)
-    return int(match[1] or match[2]) if match else None
 
 
 def _refuse_trackers_at_url(accelerator: Accelerator) -> None:

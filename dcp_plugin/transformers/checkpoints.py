@@ -271,7 +271,9 @@ def rotate(
     for path in present:
         with suppress(OSError, CheckpointUnreadable):  # an unreadable checkpoint stays, and does not count
             if path not in protected and not is_quarantined(path):
-                ages[path] = _is_complete(path), path.stat().st_mtime
+                state = state_of(path)
+                is_complete = not _incomplete_reason(path) if state is None else state.committed
+                ages[path] = is_complete, path.stat().st_mtime
     oldest_first = sorted(ages, key=ages.__getitem__)
     deletion.rotate([*oldest_first, *protected], max(limit, len(protected)), delete)
 
@@ -283,11 +285,6 @@ def _candidates(root: Path) -> Iterator[tuple[int, Path]]:
         path, step = on_file_system(state.path), state.step
         if path is not None and path.suffix == ".aside" and path.parent.parent == root and step is not None:
             yield step, path
-
-
-def _is_complete(path: Path) -> bool:
-    state = state_of(path)
-    return state.committed if state is not None else not _incomplete_reason(path)
 
 
 def _incomplete_reason(path: Path) -> str:

@@ -13,7 +13,6 @@ work. The methods are called in this order:
 
 from __future__ import annotations
 
-import logging
 import os
 import tempfile
 import time
@@ -31,6 +30,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import TrainingArguments
 
 from dcp_plugin.core.config import CheckpointConfig
+from dcp_plugin.core.errors import logger
 from dcp_plugin.core.events import SaveFinished
 from dcp_plugin.core.partial import PartialLoad
 from dcp_plugin.core.paths import PathLike, as_local, resolved
@@ -64,9 +64,6 @@ if TYPE_CHECKING:
     from transformers import Trainer
 else:
     Trainer = object
-
-logger = logging.getLogger("dcp_plugin")
-
 
 _COPY_THEM = (
     "It writes more there than checkpoints. Give it a directory, and copy checkpoints to the bucket when they are "
