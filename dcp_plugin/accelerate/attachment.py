@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal, SupportsIndex, cast
 
 from accelerate import Accelerator
 from torch import nn
@@ -239,6 +239,9 @@ class Attachment(BaseAttachment):
         self,
         input_dir: PathLike | None = None,
         load_kwargs: dict[str, Any] | None = None,
+        *,
+        strict: bool = True,
+        map_location: str | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
         """Load in place of ``Accelerator.load_state``, by default the newest committed checkpoint of the project.
@@ -259,7 +262,7 @@ class Attachment(BaseAttachment):
             project = project.with_local(self.internals.surviving(project.root))
         path = self._decide(project.newest) if project is not None and input_dir is None else self._given(input_dir)
         with self.internals.shown(path) as files:
-            self._load_from(path, files, load_kwargs, load_model_func_kwargs)
+            self._load_from(path, files, load_kwargs, strict, map_location, load_model_func_kwargs)
         if project is not None:
             project.continue_numbering()
 
@@ -268,18 +271,21 @@ class Attachment(BaseAttachment):
         path: Where,
         files: SourceFiles | None,
         load_kwargs: dict[str, Any] | None,
-        load_model_func_kwargs: dict[str, Any],
+        strict: bool,
+        map_location: str | None,
+        others: Collection[str],
     ) -> None:
-        """Load a checkpoint of this package or of stock Accelerate, with the hooks around it."""
+        """Load a checkpoint of this package or of stock Accelerate, with the hooks around it.
+
+        Args:
+            others: The names of other arguments, which are for models that Accelerate itself shards.
+        """
         accelerator = self._accelerator
-        arguments = {"strict": True, "map_location": None, **load_model_func_kwargs}
-        strict, map_location = bool(arguments.pop("strict")), arguments.pop("map_location")
         if map_location not in (None, "cpu", "on_device"):
             raise TypeError(f"map_location={map_location!r}: Accelerate has 'cpu', 'on_device' and None.")
         training = Training.of(accelerator)
-        if arguments and not training.sharded:
-            name = min(arguments)
-            raise TypeError(f"load_state has no argument {name!r}: strict and map_location are for the models.")
+        if others and not training.sharded:
+            raise TypeError(f"load_state has no argument {min(others)!r}: strict and map_location are for the models.")
         ranks = self.internals.ranks
         is_stock = ranks.from_zero(f"look at {path}", lambda: files is None and stock_format.is_stock(path))
         # The keys are read before the hooks, which may take an incomplete checkpoint for the name of a model on a hub.
@@ -461,8 +467,7 @@ class Attachment(BaseAttachment):
 
     def _original(self, name: str) -> Callable[..., Any]:
         """Return the accelerator's own method, which :func:`attach` has replaced."""
-        method: Callable[..., Any] = getattr(super(type(self._accelerator), self._accelerator), name)
-        return method
+        return cast("Callable[..., Any]", getattr(super(type(self._accelerator), self._accelerator), name))
 
     def _track(self) -> list[Tracker]:
         """Track the loaders that are new. Return the trackers of all loaders, in the order of ``prepare``."""
