@@ -55,7 +55,6 @@ from dcp_plugin.integration import (
     RNG,
     Callbacks,
     SavedStreams,
-    has_file,
     inspect_files,
     is_quarantined,
     kind_of,
@@ -213,13 +212,14 @@ def examine(path: PathLike, config: CheckpointConfig, files: SourceFiles | None 
     extra: dict[str, Any] = {name: None for name in wanted if name in names}
     Internals(Checkpointer(config, solo=True)).restore(extra, path, files=files)
     saved = extra.get(f"{EXTRA}.{TRAINER_STATE}") if config.io.verify else None
-    if saved is not None and read_file(path, TRAINER_STATE_NAME, files) != saved.encode():
+    trainer_state = read_file(path, TRAINER_STATE_NAME, files)
+    if saved is not None and trainer_state != saved.encode():
         raise CheckpointCorrupt(
             f"{path / TRAINER_STATE_NAME} is not what was saved. If you have changed it on purpose, resume with "
             f"CheckpointConfig(io=IO(verify=False))."
         )
     samples = extra.get(f"{EXTRA}.{SAMPLES}")
-    return Found(path, False, names, info.world_size, samples, has_file(path, TRAINER_STATE_NAME, files))
+    return Found(path, False, names, info.world_size, samples, bool(trainer_state))
 
 
 def _examine_stock(path: Where) -> Found:
