@@ -136,8 +136,9 @@ class PostCommit:
         """Forget a failed save, which was reported: its changes are dropped, and later actions wait for no save."""
         if self._newest is not None and self._newest.finished is None:
             self._newest = None
-            for change in [change for change in self._changes if change.after == self._number]:
-                self._changes.pop(change, None)
+            for change in list(self._changes):  # a copy, since another thread may take a change
+                if change.after == self._number:
+                    self._changes.pop(change, None)
 
     def is_under_way(self, path: PathLike) -> bool:
         """Return whether a save to ``path`` is in flight."""
@@ -232,8 +233,7 @@ class DCPCheckpointIO(Saver):
         self.weights_only = weights_only
         self.init_from = init_from
         self.partial = partial
-        self.verify_resume = verify_resume
-        self.expect_changed = expect_changed
+        self.check_options = verify_resume, expect_changed
         self.started: Start | None = None
         """The start of the last ``fit``, set before ``on_sanity_check_start`` and ``on_train_start``; None if it
         continued an earlier ``fit`` of the same Trainer."""

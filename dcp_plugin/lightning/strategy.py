@@ -170,7 +170,7 @@ class LightningAdapter(StrategyAdapter):
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> Checkpoint:
         self._loaded = self._resume = None
-        self._check = begin_check(self.io.verify_resume, self.io.expect_changed) if self.fitting else None
+        self._check = begin_check(*self.io.check_options) if self.fitting else None
         path = self.io.where(self.strategy.broadcast(checkpoint_path))
         weights_only = self.io.weights_only if weights_only is None else weights_only
         self.io.wait()
