@@ -11,6 +11,7 @@ import functools
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Literal
 
 from dcp_plugin.core.errors import CheckpointError, CheckpointUnreadable
@@ -135,14 +136,12 @@ def look_below(root: Where, storage_options: StorageOptions | None = None, local
         looks = [
             look for look in pool.map(lambda candidate: _look(candidate, scan.medium, patience), candidates) if look
         ]
-    folders: dict[Where, list[_Looked]] = {}
-    for look in sorted(looks, key=lambda look: (str(look.folder), look.listed.time, look.listed.step or -1)):
-        folders.setdefault(look.folder, []).append(look)
+    in_order = sorted(looks, key=lambda look: (str(look.folder), look.listed.time, look.listed.step or -1))
     failures = {look.listed.path: look.failure for look in looks if look.failure is not None}
     warn_of_unreadable(
         scan.unreadable | {path: error for path, error in failures.items() if not isinstance(error, OtherFormat)}
     )
-    runs = [_run(folder, members) for folder, members in folders.items()]
+    runs = [_run(folder, list(members)) for folder, members in groupby(in_order, key=lambda look: look.folder)]
     return Found(runs, {*scan.unreadable, *failures}, scan)
 
 
