@@ -93,11 +93,14 @@ class BatchOfFetches(Batch):
         if len(fetches) == 1:
             # A call for each range or piece of it: a large fetch, or one with several ranges.
             ((fetch, parts),) = placed
-            origin, fill, check = self.begin - fetch.ranges[0][0], self.fill, fetch.check
-            for part in parts:
-                for start, stop, memory in (part,) if part[1] - part[0] <= self._piece else _pieces(part, self._piece):
-                    count.read += fill(file, memory, origin + start, origin + stop)
-                    count.unchecked += check(start, stop, memory)
+            origin, fill, piece = self.begin - fetch.ranges[0][0], self.fill, self._piece
+            for begin, end, memory in parts:
+                if end - begin > piece:
+                    pieces = self._filled_pieces(file, origin, (begin, end, memory), count)
+                    count.unchecked += fetch.check(begin, end, pieces)
+                else:
+                    count.read += fill(file, memory, origin + begin, origin + end)
+                    count.unchecked += fetch.check(begin, end, memory)
             fetch.finish(block)
             return
         # One call for all fetches, and for the bytes between them.
@@ -106,6 +109,12 @@ class BatchOfFetches(Batch):
         for fetch, (part,) in placed:
             count.unchecked += fetch.check(*part)
             fetch.finish(block)
+
+    def _filled_pieces(self, file: RangedFile, origin: int, part: Part, count: Count) -> Iterator[memoryview]:
+        """Yield the memory of a part in pieces. Each is read when it is requested, and is in the cache for its check."""
+        for begin, end, memory in _pieces(part, self._piece):
+            count.read += self.fill(file, memory, origin + begin, origin + end)
+            yield from memory
 
     def key_at(self, position: int) -> str:
         return next(fetch.key for fetch in self._fetches if fetch.end > position)
