@@ -236,7 +236,9 @@ def of_box(
         starts, run = runs_of(chunk.sizes, offsets, lengths, dtype.itemsize)
         first, runs = int(starts[0]), len(starts)
         if runs > 1 and gap <= _BETWEEN_RUNS:
-            near = _are_near(starts, run)
+            # The gaps between runs are small, but too large for covering() to read across them anyway.
+            near = int((starts[1:] - starts[:-1]).max()) - run <= _BETWEEN_RUNS
+            near &= int(starts[-1] - starts[0]) + run > (1 + MOST_WASTE) * run * len(starts)
             gap = _BETWEEN_RUNS if near else 0
             if straight and not near and run <= _DIRECT_PIECE:
                 # Runs that are read alone go straight to the target. Ranges with other bytes need a block of memory.
@@ -268,12 +270,6 @@ def of_box(
         else:
             part = flat[(start - first) // dtype.itemsize : (stop - first) // dtype.itemsize]
             yield IntoTensor(key, location, ranges, block, start, part, dtype, (1,))
-
-
-def _are_near(starts: Positions, run: int) -> bool:
-    """Return whether the gaps between runs are small, but too large for :func:`covering` to read across them anyway."""
-    nearby = int((starts[1:] - starts[:-1]).max()) - run <= _BETWEEN_RUNS
-    return nearby and int(starts[-1] - starts[0]) + run > (1 + MOST_WASTE) * run * len(starts)
 
 
 def _of_runs(

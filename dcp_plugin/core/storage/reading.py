@@ -111,10 +111,17 @@ class BatchOfFetches(Batch):
             fetch.finish(block)
 
     def _filled_pieces(self, file: RangedFile, origin: int, part: Part, count: Count) -> Iterator[memoryview]:
-        """Yield the memory of a part in pieces. Each is read when it is requested, and is in the cache for its check."""
-        for begin, end, memory in _pieces(part, self._piece):
-            count.read += self.fill(file, memory, origin + begin, origin + end)
+        """Yield the memory of a part, cut at the multiples of the piece. Blocks of checksums end there as well.
+
+        A piece is read when it is requested, and is then in the cache for its check.
+        """
+        begin, end, views = part
+        while begin < end:
+            stop = min((begin // self._piece + 1) * self._piece, end)
+            memory = first_bytes(views, stop - begin)
+            count.read += self.fill(file, memory, origin + begin, origin + stop)
             yield from memory
+            views, begin = bytes_behind(views, stop - begin), stop
 
     def key_at(self, position: int) -> str:
         return next(fetch.key for fetch in self._fetches if fetch.end > position)
@@ -210,16 +217,6 @@ def batches_of_chunks(
             of_chunks = [hashes[stops[row] : stops[row + 1]] for row in range(first, at)]
             yield BatchOfChunks(index, name, begin_of[part], in_order[part], of_chunks)
             first = at
-
-
-def _pieces(part: Part, size: int) -> Iterator[Part]:
-    """Yield a range and its memory, cut at the multiples of ``size``. Blocks of checksums end there as well."""
-    begin, end, views = part
-    while end - begin > size:
-        stop = (begin // size + 1) * size
-        yield begin, stop, first_bytes(views, stop - begin)
-        views, begin = bytes_behind(views, stop - begin), stop
-    yield begin, end, views
 
 
 def _with_gaps(parts: Sequence[Part]) -> list[memoryview]:
