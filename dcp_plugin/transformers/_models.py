@@ -91,7 +91,7 @@ def distribute(model: PreTrainedModel, distributed_config: Any, mesh_manager: An
 
 def prepare_mesh(distributed_config: Any) -> tuple[Any, Any]:
     """Return the DistributedConfig, and the manager of its mesh; None without distribution. Collective."""
-    config, _, mesh_manager = PreTrainedModel.prepare_distribute_model(distributed_config)  # type: ignore[no-untyped-call]
+    config, _, mesh_manager = PreTrainedModel.prepare_distribute_model(distributed_config)
     return config, mesh_manager
 
 
