@@ -146,6 +146,9 @@ class ObjectPath(str):
             above.append(path)
         return above
 
+    def with_name(self, name: str) -> ObjectPath:
+        return self.parent / name
+
     def __truediv__(self, below: str) -> ObjectPath:
         # The leading "/" keeps ".." inside of the bucket.
         joined = posixpath.normpath(posixpath.join("/", self.key, below)).lstrip("/")
