@@ -71,8 +71,7 @@ class StoreOptions:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        starts_a_process = get_spawning_popen() is not None
-        return StoreOptions, (self._options if starts_a_process else {},)
+        return StoreOptions, (self._options if get_spawning_popen() is not None else {},)
 
 
 def _in_plain_containers(value: Any) -> Any:
@@ -146,10 +145,12 @@ class ObjectPath(str):
             above.append(path)
         return above
 
+    def with_name(self, name: str) -> ObjectPath:
+        return self.parent / name
+
     def __truediv__(self, below: str) -> ObjectPath:
         # The leading "/" keeps ".." inside of the bucket.
-        joined = posixpath.normpath(posixpath.join("/", self.key, below)).lstrip("/")
-        return self._with_key(joined)
+        return self._with_key(posixpath.normpath(posixpath.join("/", self.key, below)).lstrip("/"))
 
     def _with_key(self, key: str) -> ObjectPath:
         return ObjectPath(f"{self.store}/{key}" if key else self.store, self.options)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -84,7 +84,7 @@ def capture(device: torch.device) -> RngState:
     version, words, gauss = random.getstate()
     python = {"version": version, "words": torch.tensor(words, dtype=torch.int64, device="cpu"), "gauss": gauss}
     state: RngState = {"torch": torch.get_rng_state(), "python": python}
-    name, keys, position, has_gauss, cached = np.random.get_state()
+    name, keys, position, has_gauss, cached = cast(Any, np.random.get_state())
     words = torch.from_numpy(keys.astype("int64"))
     state["numpy"] = {"name": name, "words": words, "position": position, "gauss": [has_gauss, cached]}
     if device.type != "cpu":

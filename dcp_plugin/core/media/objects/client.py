@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 from dcp_plugin.core.media.medium import ignore, scatter
 from dcp_plugin.core.media.objects import s3
@@ -225,7 +225,9 @@ class ObstoreClient:
             is_given = "retry_config" in dict(path.options or {})
             self._hasty = self._patient if is_given else from_url(path.store, **options | {"retry_config": hasty})
             self._has_answered = False
-            self.further = s3.FurtherRequests(path.store, self._patient.config) if path.scheme == "s3" else None
+            self.further = (
+                s3.FurtherRequests(path.store, cast(Any, self._patient).config) if path.scheme == "s3" else None
+            )
         except Exception as error:
             reason = error_text(error, texts_in(path.options))
             raise ValueError(
@@ -472,8 +474,7 @@ class MemoryClient:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"memory:/{self._root}{key}")
             if tag and item.tag != tag:
                 raise Changed(f"{key} is another one")
-            end = begin + sum(map(len, memory))
-            return scatter([self._files.cat_file(self._root + key, begin, end)], memory)
+            return scatter([self._files.cat_file(self._root + key, begin, begin + sum(map(len, memory)))], memory)
 
     def below(self, prefix: str) -> Iterator[ObjectInfo]:
         start = f"{self._root}{prefix}/" if prefix else self._root

@@ -86,9 +86,10 @@ class FurtherRequests:
 
     def unfinished_uploads(self, prefix: str) -> list[str]:
         """Return the keys of the unfinished uploads below a prefix; none if the store does not list them."""
+        keys: list[str] = []
         with self._failures_logged(prefix):
-            return [item["Key"] for item in self._uploads(prefix)]
-        return []
+            keys += (item["Key"] for item in self._uploads(prefix))
+        return keys
 
     def abort_uploads(self, prefix: str, tokens: Collection[str]) -> None:
         """Abort the unfinished uploads with one of ``tokens`` in their keys, up to the first failure."""
