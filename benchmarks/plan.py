@@ -205,7 +205,7 @@ def _plan_of_first(mesh: str, ranks: int, tensors: int, figures: Figures) -> tup
     mine = _inventory(state)
     step = np.zeros_like(mine.offsets)
     step[:, 0] = 4
-    others = (LocalInventory(mine.description, rank * step) for rank in range(1, ranks))
+    others = (LocalInventory.of(mine.description, rank * step) for rank in range(1, ranks))
     told = [(other.digest, pickle.dumps((b"", other.pack_offsets()))) for other in others]
     description = mine.description.digest
 
@@ -218,7 +218,7 @@ def _plan_of_first(mesh: str, ranks: int, tensors: int, figures: Figures) -> tup
     exchange, first, again = PlanExchange(), _First(claims(bytes(DIGEST)), [data for _, data in told]), _First([], [])
 
     def plan(alone: _First) -> RankPlan:
-        return _planned(exchange, alone, LocalInventory(mine.description, mine.offsets), state)
+        return _planned(exchange, alone, LocalInventory(mine.description, mine.like, mine.steps), state)
 
     planned = figures.time("plan", lambda: plan(first))
     again.sent, again.size = claims(planned.digest), ranks
@@ -284,7 +284,9 @@ def _ours(mesh: str, ranks: int, tensors: int, directory: Path, most_threads: in
     assert global_plan is not None
     figures.results = sum(map(len, results))
     written = np.zeros(ranks)
-    np.add.at(written, global_plan.rank, global_plan.sizes.prod(axis=1))
+    for slot, first in enumerate(global_plan.table.chunk_starts[:-1]):
+        sizes = global_plan.table.boxes_of(slot)[1]
+        np.add.at(written, global_plan.rank[first : first + len(sizes)], sizes.prod(axis=1))
     figures.largest_share, figures.boxes = written.max() / written.mean(), len(global_plan.rank)
 
     def commit() -> bytes:

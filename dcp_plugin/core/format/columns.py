@@ -513,6 +513,15 @@ def grid_begins(key: Column, offsets: Column, sizes: Column, shapes: Column) -> 
     return np.concatenate(begins)
 
 
+def numbered(rows: Column) -> tuple[Column, Column]:
+    """Return the positions of the different rows, and for each row its number among these."""
+    # A dict of the rows' bytes: sorting the rows, as np.unique does, takes three times as long.
+    data, length, numbers = rows.tobytes(), rows.itemsize * rows.shape[1], dict[bytes, int]()
+    each = (data[length * at : length * (at + 1)] for at in range(len(rows)))
+    number = np.fromiter((numbers.setdefault(row, len(numbers)) for row in each), np.int32, len(rows))
+    return np.flatnonzero(np.diff(np.maximum.accumulate(number), prepend=-1)), number
+
+
 def starts_of(counts: Any) -> Column:
     """Return the number of things before each group of so many, and the number of all."""
     return np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))

@@ -5,7 +5,10 @@ Ranks may hold different entries under a key. The rule: the entries with the bes
 ranks have None. The keys below a mapping count where the mapping is empty on other ranks.
 
 A row stands for one chunk on one rank. Rows are sorted by key, position in the tensor and rank. Rows for the same box
-are therefore neighbours, and every later step is one pass of numpy over that order. The sort is the main cost.
+are therefore neighbours, and every later step is one pass of numpy over that order.
+
+Most keys of a mesh have the same boxes on the same ranks. Only the first of such keys has rows. The plan of the others
+differs from its plan in the chunks' numbers, and in the writers of boxes that several ranks may write.
 """
 
 from __future__ import annotations
@@ -27,11 +30,15 @@ from dcp_plugin.core.format.columns import (
     flat_start,
     grid_begins,
     in_all,
+    in_any,
     in_cache,
+    numbered,
     order_of,
     partitioned,
     product,
     ragged,
+    ranges,
+    starts_of,
     totals,
 )
 from dcp_plugin.core.format.payload import MAX_PAYLOAD
@@ -82,15 +89,14 @@ class Share:
 class GlobalPlan:
     """The table of the checkpoint, and the writer of each chunk.
 
-    The other columns have a row per chunk of the table: its writer ``rank``, the number ``chunk`` of its source in the
-    writer's inventory, and its box.
+    ``rank`` and ``chunk`` have a row per chunk of the table: its writer, and the number of its source in the writer's
+    inventory. ``offsets`` and ``sizes`` are the boxes of the chunks ``cut``, whose sources are written in part.
     """
 
     table: KeyColumns
     rank: Column
     chunk: Column
-    uncut: Column
-    """True where the source chunk is written as a single box."""
+    cut: Column
     offsets: Column
     sizes: Column
     empty: list[str]
@@ -106,14 +112,20 @@ class GlobalPlan:
         return order_of(self.rank, self.chunk)
 
     def shares(self, world_size: int) -> list[Share]:
-        order, cut = self.order, ~self.uncut
-        shares = []
-        written = np.split(order, np.searchsorted(self.rank[order], np.arange(1, world_size)))
-        for rows, replicas in zip(written, self.replicas, strict=True):
-            part = np.flatnonzero(cut[rows])
-            offsets, sizes = self.offsets[rows[part]], self.sizes[rows[part]]
-            shares.append(Share(self.chunk[rows], part, offsets, sizes, *replicas))
-        return shares
+        ends = np.cumsum(np.bincount(self.rank, minlength=world_size))
+        is_cut = np.zeros(len(self.rank), bool)
+        is_cut[self.cut] = True
+        at = np.flatnonzero(is_cut[self.order])
+        parts = np.searchsorted(self.cut, self.order[at])
+        bounds = np.searchsorted(at, ends[:-1])
+        columns = (np.split(column, bounds) for column in (at, self.offsets[parts], self.sizes[parts]))
+        chunks, starts = np.split(self.chunk[self.order], ends[:-1]), [0, *ends.tolist()]
+        return [
+            Share(chunk, part - start, offsets, sizes, *replicas)
+            for chunk, start, part, offsets, sizes, replicas in zip(
+                chunks, starts, *columns, self.replicas, strict=False
+            )
+        ]
 
 
 def make_global_plan(inventories: Sequence[LocalInventory]) -> GlobalPlan:
@@ -128,39 +140,47 @@ def make_global_plan(inventories: Sequence[LocalInventory]) -> GlobalPlan:
     boxes, held, of_several = (_Rows.joined([rows[at] for *rows, _ in plans]) for at in range(3))
     is_shared = np.concatenate([mask for *_, mask in plans])
     del plans
-    key, rank, chunk, offsets, sizes = boxes.key, boxes.rank, boxes.chunk, boxes.offsets, boxes.sizes
-    del boxes
-    uncut, world_size = np.full(len(key), True), len(inventories)
+    world_size, (at, key) = len(inventories), keys.spread(boxes.key)
+    rank, chunk = boxes.rank[at], boxes.chunk[at]
+    cut, offsets, sizes = np.empty(0, np.int64), boxes.offsets[:0], boxes.sizes[:0]
     if is_shared.any():
         from dcp_plugin.core.planning.load_balance import HeldBoxes, assign  # needed if a box has several writers
 
-        shared, alone, ties = np.flatnonzero(is_shared), np.flatnonzero(~is_shared), keys.common_ties()
-        itemsize, first = keys.itemsize[key], np.flatnonzero(held.new)
+        of_all = is_shared[at]
+        shared, alone, ties = np.flatnonzero(of_all), np.flatnonzero(~of_all), keys.common_ties()
         # The rows of a box follow each other, and so do its possible writers: it needs only its first row and a count.
-        to_share = HeldBoxes(sizes[shared], itemsize[shared], first, np.diff(first, append=len(held.new)), held.rank)
+        box, first = (np.cumsum(is_shared) - 1)[at[shared]], np.flatnonzero(held.new)
+        count, itemsize, first = np.diff(first, append=len(held.new))[box], keys.itemsize[key], first[box]
+        to_share = HeldBoxes(boxes.sizes[at[shared]], itemsize[shared], first, count, held.rank)
         loaded = alone[~np.isin(key[alone], list(ties))]
-        loads = np.bincount(rank[loaded], product(sizes[loaded]) * itemsize[loaded], world_size).astype(np.int64)
-        parts = assign(to_share, key[shared], ties, loads, MAX_PAYLOAD)
-        written = held.take(first[parts.box] + parts.holder)
-        order = np.argsort(np.concatenate((alone, shared[parts.box])), kind="stable")
-        key, rank, chunk, offsets, sizes, uncut = (
-            np.concatenate((of_boxes[alone], of_parts))[order]
-            for of_boxes, of_parts in (
-                (key, written.key),
-                (rank, written.rank),
-                (chunk, written.chunk),
-                (offsets, written.offsets + parts.offsets),
-                (sizes, parts.sizes),
-                (uncut, in_all(parts.sizes == written.sizes)),
+        loads = np.bincount(rank[loaded], product(boxes.sizes)[at[loaded]] * itemsize[loaded], world_size)
+        parts = assign(to_share, key[shared], ties, loads.astype(np.int64), MAX_PAYLOAD)
+        written = first[parts.box] + parts.holder
+        source = np.concatenate((alone, shared[parts.box]))
+        order = np.argsort(source, kind="stable")
+        at, key, rank, chunk = (
+            column[order]
+            for column in (
+                at[source],
+                key[source],
+                np.concatenate((rank[alone], held.rank[written])),
+                np.concatenate((chunk[alone], held.chunk[written])),
             )
         )
+        cut = np.flatnonzero(
+            np.append(np.zeros(len(alone), bool), in_any(parts.sizes != to_share.sizes[parts.box]))[order]
+        )
+        part = order[cut] - len(alone)
+        offsets, sizes = boxes.offsets[at[cut]] + parts.offsets[part], parts.sizes[part]
     replicas = [(np.empty(0, np.int32), np.empty(0, np.uint64))] * world_size
     if len(of_several.rank):
         from dcp_plugin.core.planning.replicas import weights_of
 
-        replicas = weights_of(of_several.rank, of_several.chunk, of_several.new, of_several.is_replica, world_size)
-    table = keys.table(key, offsets, sizes)
-    return GlobalPlan(table, rank, chunk, uncut, offsets, sizes, keys.empty, keys.objects, replicas)
+        row, of = keys.spread(of_several.key)
+        of_rows = keys.chunks_of(of_several.chunk[row], of), of_several.new[row], of_several.is_replica[row]
+        replicas = weights_of(of_several.rank[row], *of_rows, world_size)
+    table = keys.table(boxes, at, key, cut, offsets, sizes)
+    return GlobalPlan(table, rank, keys.chunks_of(chunk, key), cut, offsets, sizes, keys.empty, keys.objects, replicas)
 
 
 def _plan_keys(keys: _Keys, group: slice) -> tuple[_Rows, _Rows, _Rows, Column]:
@@ -200,11 +220,6 @@ class _Keys:
         self._paths: dict[str, KeyPath] = {}
         self.width = max(description.shape.shape[1] for description in self.described)
         self.number_in = [self._add(description) for description in self.described]
-        self.offsets = [
-            np.stack([_widened(inventories[rank].offsets, self.width, 0) for rank in ranks])
-            for ranks in self.ranks.values()
-        ]
-        """Offsets of all chunks of the ranks of each description."""
         count = len(self.numbers)
         self.standing = self._best_standing(count)
         self.dtype, self.ndim = np.zeros(count, np.uint8), np.zeros(count, np.uint8)
@@ -225,13 +240,93 @@ class _Keys:
         self.itemsize = np.where(stored_whole, 0, sizes[self.dtype])  # with size 0, balance_load never cuts the box
         self.empty = [key for key, number in self.numbers.items() if self.standing[number] == Standing.EMPTY_MAPPING]
         self.objects = self._objects()
+        of_ranks = [[inventories[rank] for rank in ranks] for ranks in self.ranks.values()]
+        self.like = self._first_alike(of_ranks)
+        """For each key, the first key with the same boxes on the same ranks."""
+        self.is_first = self.like == np.arange(count)
+        order = np.argsort(self.like, kind="stable")
+        self._ordinal = np.empty(count, np.int32)
+        self._ordinal[order] = np.arange(count) - np.searchsorted(self.like[order], self.like[order])
+        self.chunks, self.planned = self._planned(of_ranks)
         self._rows, self._writers, self._ties = np.zeros(count, np.int64), np.zeros(count, np.int64), dict[int, int]()
+
+    def _first_alike(self, of_ranks: Sequence[Sequence[LocalInventory]]) -> Column:
+        """Return for each key the first key that all ranks hold in the same boxes.
+
+        A key with several chunks on a rank, and a tied key, has no other such key.
+
+        Args:
+            of_ranks: The inventories of the ranks of each description.
+        """
+        # Keys of one kind are alike in all that has been compared. Each pass divides the kinds of a description's keys
+        # further, and those of other keys stay, since these have no rows on its ranks.
+        _, kind = numbered(np.column_stack((self.shape, self.ndim, self.itemsize, self.dtype == NO_TENSOR)))
+        alike, last, kind = np.bincount(kind)[kind], len(kind), kind.astype(np.int64)
+        for description, numbers, inventories in zip(self.described, self.number_in, of_ranks, strict=True):
+            chunks = np.bincount(description.key, minlength=len(numbers))
+            # A key that is alone of its kind needs no further comparison.
+            some = np.flatnonzero((alike[numbers] > 1) & (chunks > 0) & self.rows_of(description, numbers))
+            if not len(some):
+                continue
+            chunk, alone = np.searchsorted(description.key, some), (chunks[some] > 1) | (description.tie[some] >= 0)
+            of_key = np.where(alone, some, -1), description.any_rank[some], description.is_replica[some]
+            steps = {id(inventory.like): inventory.like[chunk] for inventory in inventories}.values()
+            _, number = numbered(np.column_stack((kind[numbers[some]], *of_key, description.sizes[chunk], *steps)))
+            kind[numbers[some]], last = last + number, last + len(some)
+            alike[numbers[some]] = np.bincount(number)[number]
+        first, number = numbered(kind[:, None])
+        return np.asarray(first[number])
+
+    def _planned(self, of_ranks: Sequence[Sequence[LocalInventory]]) -> tuple[Column, list[tuple[Column, ...]]]:
+        """Return numbers of chunks in the ranks' inventories, and for each description four columns.
+
+        These have a row per chunk of a key with rows: the key, the chunk, its position among the numbers, and its
+        offsets on each rank. Behind its number are those of the chunks of all keys alike, in the order of keys.
+        """
+        all_chunks, planned, start = [np.empty(0, np.int32)], [], 0
+        for description, numbers, inventories in zip(self.described, self.number_in, of_ranks, strict=True):
+            chunks = np.flatnonzero(self.rows_of(description, numbers)[description.key]).astype(np.int32)
+            key = numbers[description.key[chunks]].astype(np.int32)
+            if not self.is_first[key].all():
+                order = np.lexsort((key, self.like[key]))
+                chunks, key = chunks[order], key[order]
+            at = np.flatnonzero(self.is_first[key])
+            first = chunks[at]
+            offsets = np.zeros((len(inventories), len(at), self.width), np.int64)
+            alike: dict[int, list[int]] = {}
+            for position, inventory in enumerate(inventories):
+                alike.setdefault(id(inventory.like), []).append(position)
+            for some in alike.values():
+                steps = np.stack([inventories[position].steps for position in some])
+                offsets[some, :, : description.sizes.shape[1]] = inventories[some[0]].offsets_of(first, steps)
+            planned.append((key[at], first, (start + at).astype(np.int32), offsets))
+            all_chunks.append(chunks)
+            start += len(chunks)
+        return np.concatenate(all_chunks), planned
+
+    def spread(self, of: Column) -> tuple[Column, Column]:
+        """Return the rows of all keys, each with its key. The rows of keys alike are those of their first.
+
+        Args:
+            of: The key of each row, ascending.
+        """
+        counts = np.bincount(of, minlength=len(self.like))
+        starts, counts = starts_of(counts)[self.like], counts[self.like]
+        return ranges(starts, counts), np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+
+    def chunks_of(self, chunk: Column, key: Column) -> Column:
+        """Return the numbers of chunks in the inventories of their ranks.
+
+        Args:
+            chunk: For each chunk, :attr:`_Rows.chunk` of the row of the first key alike.
+        """
+        return np.asarray(self.chunks[chunk + self._ordinal[key]])
 
     def groups(self) -> list[slice]:
         """Return the numbers of the keys in groups, each with about :data:`_ROWS` rows."""
         rows = np.zeros(len(self.numbers), np.int64)
-        for ranks, description, numbers in zip(self.ranks.values(), self.described, self.number_in, strict=True):
-            rows += len(ranks) * np.bincount(numbers[description.key], minlength=len(rows))
+        for ranks, (key, _, _, _) in zip(self.ranks.values(), self.planned, strict=True):
+            rows += len(ranks) * np.bincount(key, minlength=len(rows))
         groups = in_cache(np.arange(len(rows)), rows, _ROWS)
         return [slice(int(group[0]), int(group[-1]) + 1) for group in groups] or [slice(0, 0)]
 
@@ -253,7 +348,7 @@ class _Keys:
         return {
             key: first
             for key, first in self._ties.items()
-            if self._rows[key] == self._rows[first] and self._writers[key] == self._writers[first]
+            if (self._rows[key], self._writers[key]) == (self._rows[self.like[first]], self._writers[self.like[first]])
         }
 
     def _best_standing(self, count: int) -> Column:
@@ -326,20 +421,39 @@ class _Keys:
     def shape_of(self, number: int) -> tuple[int, ...]:
         return tuple(self.shape[number, : self.ndim[number]].tolist())
 
-    def table(self, key: Column, offsets: Column, sizes: Column) -> KeyColumns:
-        """Return the table with these boxes, which are sorted by key."""
+    def table(self, boxes: _Rows, box: Column, key: Column, cut: Column, offsets: Column, sizes: Column) -> KeyColumns:
+        """Return the table of the checkpoint.
+
+        Args:
+            boxes: The boxes of the keys that are the first alike.
+            box: The number of the box of each chunk.
+            key: The key of each chunk, ascending.
+            cut: The chunks with other ``offsets`` and ``sizes`` than their box.
+        """
         keys, paths, stored = list(self.numbers), self._paths, self.standing < _HIDDEN
         if not stored.all():
             keys = [key for key, number in self.numbers.items() if stored[number]]
             paths = {key: path for key, path in paths.items() if stored[self.numbers[key]]}
-        row = grid_begins(key, offsets, sizes, self.shape)
+        # A key with parts of boxes has boxes of its own, which follow those of all others.
+        is_cut = np.zeros(len(self.like), bool)
+        is_cut[key[cut]] = True
+        own = np.flatnonzero(is_cut[key])
+        of = np.where(is_cut, len(is_cut) - 1 + np.cumsum(is_cut), self.like)
+        number = np.concatenate((boxes.key, of[key[own]]))
+        offset, size = (np.concatenate((column, column[box[own]])) for column in (boxes.offsets, boxes.sizes))
+        at = len(boxes.key) + np.searchsorted(own, cut)
+        offset[at], size[at] = offsets, sizes
+        row = grid_begins(number, offset, size, np.concatenate((self.shape, self.shape[is_cut])))
+        counts = np.bincount(number[row], minlength=len(is_cut) + int(is_cut.sum()))
+        of = of[stored]
+        rows = ranges(starts_of(counts)[of], counts[of])
         columns = {
             "dtype": self.dtype[stored],
             "ndim": self.ndim[stored],
             "shape": ragged([self.shape[stored]], self.ndim[stored]),
-            "box_ends": np.cumsum(np.bincount(key[row], minlength=len(self.numbers))[stored]),
-            "box_count": np.diff(row, append=len(key)).astype(np.int32),
-            "box": ragged([offsets[row], sizes[row]], self.ndim[key[row]]),
+            "box_ends": np.cumsum(counts[of]),
+            "box_count": np.diff(row, append=len(number)).astype(np.int32)[rows],
+            "box": ragged([offset[row[rows]], size[row[rows]]], np.repeat(self.ndim[stored], counts[of])),
         }
         dtypes = [str(dtype).removeprefix("torch.") for dtype in self._dtypes]
         return KeyColumns(keys, dtypes, paths, columns)
@@ -347,7 +461,10 @@ class _Keys:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Sorted rows, one per chunk and rank; ``new`` marks the first row of each box."""
+    """Sorted rows, one per chunk and rank; ``new`` marks the first row of each box.
+
+    ``chunk`` is a position in :attr:`_Keys.chunks`.
+    """
 
     key: Column
     rank: Column
@@ -367,19 +484,17 @@ class _Rows:
     def of(cls, keys: _Keys, group: slice) -> _Rows:
         """Return the rows of a group of keys."""
         columns: list[list[Column]] = []
-        of_descriptions = zip(keys.ranks.values(), keys.described, keys.number_in, keys.offsets, strict=True)
-        for ranks, description, numbers, offsets_of_ranks in of_descriptions:
-            numbers = numbers.astype(np.int32)
+        of_descriptions = zip(keys.ranks.values(), keys.described, keys.number_in, keys.planned, strict=True)
+        for ranks, description, numbers, (key, chunk, at, offsets_of_ranks) in of_descriptions:
+            chosen = np.flatnonzero((key >= group.start) & (key < group.stop))
+            chunk = chunk[chosen]
             # A tie of -1 (no tie) selects the -1 that is appended at the end.
-            tie = np.append(numbers, np.int32(-1))[description.tie]
-            is_chosen = keys.rows_of(description, numbers) & (numbers >= group.start) & (numbers < group.stop)
-            chunk = np.flatnonzero(is_chosen[description.key]).astype(np.int32)
-            key = description.key[chunk]
-            of_key = (column[key] for column in (description.any_rank, description.is_replica, tie))
-            described = (_widened(description.sizes, keys.width, 1)[chunk], numbers[key], chunk, *of_key)
+            tie = np.append(numbers.astype(np.int32), np.int32(-1))[description.tie]
+            of_key = (column[description.key[chunk]] for column in (description.any_rank, description.is_replica, tie))
+            described = (_widened(description.sizes, keys.width, 1)[chunk], key[chosen], at[chosen], *of_key)
             repeated = [np.repeat(column, len(ranks), axis=0) for column in described]
             # Chunk by chunk, not rank by rank: this is the sorted order if all ranks hold the same keys in one order.
-            offsets = offsets_of_ranks.take(chunk, axis=1).transpose(1, 0, 2)
+            offsets = offsets_of_ranks.take(chosen, axis=1).transpose(1, 0, 2)
             of_rank = np.tile(np.array(ranks, np.int32), len(chunk))
             columns.append([of_rank, offsets.reshape(len(of_rank), keys.width), *repeated])
         joined = columns[0] if len(columns) == 1 else map(np.concatenate, zip(*columns, strict=True))
@@ -420,7 +535,7 @@ class _Rows:
         wrong |= volumes != product(shape)
         # Volumes alone would accept a hole that an overlap makes up for.
         wrong |= ~partitioned(self.offsets[rows][first], sizes[first], shape, key[first], count)
-        wrong &= keys.dtype[key_range] != NO_TENSOR
+        wrong &= (keys.dtype[key_range] != NO_TENSOR) & keys.is_first[key_range]
         if wrong.any():
             worst = int(np.argmax(wrong))
             number = key_range.start + worst

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp_plugin.core.format.columns import NO_TENSOR, Column, KeyPath, filled_rows, unusual_paths
+from dcp_plugin.core.format.columns import NO_TENSOR, Column, KeyPath, filled_rows, numbered, unusual_paths
 from dcp_plugin.core.format.keys import as_stored
+from dcp_plugin.core.ranks.collectives import pack, unpack
 from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS, memory_of
 from dcp_plugin.core.types import EncodedValue, Flat, LocalChunk, ShardedValue, Standing
 
@@ -93,25 +94,49 @@ class Description:
 
 @dataclass(frozen=True, eq=False)
 class LocalInventory:
-    """The chunks that one rank holds: a description, and the offsets of every chunk."""
+    """The chunks that one rank holds: a description, and the offsets of every chunk.
+
+    Offsets are multiples of the chunk's sizes, and remainders. On a mesh most chunks of a rank have the same ones.
+    """
 
     description: Description
-    offsets: Column
+    like: Column
+    """For each chunk, its row of ``steps``."""
+    steps: Column
+    """Different multiples, each with its remainders behind it, in the order of their first chunks."""
+
+    @classmethod
+    def of(cls, description: Description, offsets: Column) -> LocalInventory:
+        steps = np.hstack(np.divmod(offsets, np.maximum(description.sizes, 1)))
+        first, like = numbered(steps)
+        return cls(description, like, steps[first])
+
+    @functools.cached_property
+    def offsets(self) -> Column:
+        return self.offsets_of(np.arange(len(self.like)), self.steps)
+
+    def offsets_of(self, chunks: Column, steps: Column) -> Column:
+        """Return the offsets of some chunks.
+
+        Args:
+            steps: :attr:`steps` of this rank, or those of several ranks with the same chunks alike.
+        """
+        times, remainders = np.split(steps[..., self.like[chunks], :], 2, axis=-1)
+        return times * np.maximum(self.description.sizes[chunks], 1) + remainders  # type: ignore[no-any-return]
 
     @functools.cached_property
     def digest(self) -> bytes:
-        return hashlib.blake2b(self.description.digest + self.offsets.tobytes(), digest_size=16).digest()
+        columns = self.like.tobytes() + self.steps.tobytes()
+        return hashlib.blake2b(self.description.digest + columns, digest_size=16).digest()
 
     def pack_offsets(self) -> bytes:
         """Compress the offsets."""
-        # Multiples of the sizes, and remainders: on a regular mesh all remainders are 0, and the multiples are alike.
-        return zlib.compress(np.stack(np.divmod(self.offsets, np.maximum(self.description.sizes, 1))).tobytes())
+        return pack((zlib.compress(self.like.tobytes()), self.steps))
 
     @classmethod
     def unpack(cls, description: Description, packed: bytes) -> LocalInventory:
-        sizes = description.sizes
-        times, remainders = np.frombuffer(zlib.decompress(packed), np.int64).reshape(2, *sizes.shape)
-        return cls(description, times * np.maximum(sizes, 1) + remainders)
+        like, steps = unpack(packed)
+        return cls(description, _unpacked(like), steps)
 
     @classmethod
     def of_state(cls, state: Flat, paths: dict[str, KeyPath], holds: Holdings | None = None) -> LocalInventory:
@@ -172,7 +197,13 @@ class LocalInventory:
             np.array(chunk_keys, np.int64),
             filled_rows(sizes, width, 1),
         )
-        return cls(description, filled_rows(offsets, width, 0))
+        return cls.of(description, filled_rows(offsets, width, 0))
+
+
+@functools.lru_cache(maxsize=64)
+def _unpacked(packed: bytes) -> Column:
+    """Return :attr:`LocalInventory.like`. Ranks that have sent the same share it."""
+    return np.frombuffer(zlib.decompress(packed), np.int32)
 
 
 def ties_of(state: Flat) -> dict[str, str]:
