@@ -202,6 +202,8 @@ def _check_counts(columns: dict[str, Column]) -> None:
     several = np.flatnonzero(items > 1)
     if (columns["place"][several, 3] < 1).any() or items[several].sum(dtype=np.int64) > len(columns["hash"]):
         raise ValueError("the rows have more items than hashes")
+    if (columns["file_step"][several] < 1).any():
+        raise ValueError("a row has several items in one file")
 
 
 _PLAIN = {str, int}
