@@ -17,7 +17,7 @@ import bisect
 import functools
 import pickle
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -31,7 +31,6 @@ from dcp_plugin.core.format.columns import (
     grid_begins,
     in_all,
     in_any,
-    in_cache,
     numbered,
     order_of,
     partitioned,
@@ -112,19 +111,16 @@ class GlobalPlan:
         return order_of(self.rank, self.chunk)
 
     def shares(self, world_size: int) -> list[Share]:
-        ends = np.cumsum(np.bincount(self.rank, minlength=world_size))
+        starts = starts_of(np.bincount(self.rank, minlength=world_size))[:-1]
         is_cut = np.zeros(len(self.rank), bool)
         is_cut[self.cut] = True
         at = np.flatnonzero(is_cut[self.order])
-        parts = np.searchsorted(self.cut, self.order[at])
-        bounds = np.searchsorted(at, ends[:-1])
-        columns = (np.split(column, bounds) for column in (at, self.offsets[parts], self.sizes[parts]))
-        chunks, starts = np.split(self.chunk[self.order], ends[:-1]), [0, *ends.tolist()]
+        parts, bounds = np.searchsorted(self.cut, self.order[at]), np.searchsorted(at, starts[1:])
+        of_parts = (np.split(column, bounds) for column in (at, self.offsets[parts], self.sizes[parts]))
+        columns = np.split(self.chunk[self.order], starts[1:]), starts, *of_parts, self.replicas
         return [
             Share(chunk, part - start, offsets, sizes, *replicas)
-            for chunk, start, part, offsets, sizes, replicas in zip(
-                chunks, starts, *columns, self.replicas, strict=False
-            )
+            for chunk, start, part, offsets, sizes, replicas in zip(*columns, strict=True)
         ]
 
 
@@ -135,11 +131,13 @@ def make_global_plan(inventories: Sequence[LocalInventory]) -> GlobalPlan:
         CheckpointMismatch: Ranks disagree on a shape or dtype, or the chunks of all ranks do not make up a tensor.
     """
     keys = _Keys(inventories)
-    # The rows of a few keys at a time: those of all keys, 10^7 of them, would take the memory of the rest of a save.
-    plans = [_plan_keys(keys, group) for group in keys.groups()]
-    boxes, held, of_several = (_Rows.joined([rows[at] for *rows, _ in plans]) for at in range(3))
-    is_shared = np.concatenate([mask for *_, mask in plans])
-    del plans
+    rows, chunks = _Rows.of(keys)
+    rows.check(keys)
+    # Any holder may write a box that is marked any_rank. For other boxes, the first holder writes.
+    writers = rows.take(rows.new | rows.any_rank)
+    boxes, holders, counts = writers.take(writers.new), _lengths(rows.new), _lengths(writers.new)
+    # A box is shared if several ranks may write it, or if it is too large for one item.
+    is_shared = (counts > 1) | (product(boxes.sizes) * keys.itemsize[boxes.key] > MAX_PAYLOAD)
     world_size, (at, key) = len(inventories), keys.spread(boxes.key)
     rank, chunk = boxes.rank[at], boxes.chunk[at]
     cut, offsets, sizes = np.empty(0, np.int64), boxes.offsets[:0], boxes.sizes[:0]
@@ -147,10 +145,11 @@ def make_global_plan(inventories: Sequence[LocalInventory]) -> GlobalPlan:
         from dcp_plugin.core.planning.load_balance import HeldBoxes, assign  # needed if a box has several writers
 
         of_all = is_shared[at]
-        shared, alone, ties = np.flatnonzero(of_all), np.flatnonzero(~of_all), keys.common_ties()
+        shared, alone, ties = np.flatnonzero(of_all), np.flatnonzero(~of_all), keys.ties(rows, writers)
+        held = writers.take(np.repeat(is_shared, counts))
         # The rows of a box follow each other, and so do its possible writers: it needs only its first row and a count.
         box, first = (np.cumsum(is_shared) - 1)[at[shared]], np.flatnonzero(held.new)
-        count, itemsize, first = np.diff(first, append=len(held.new))[box], keys.itemsize[key], first[box]
+        count, itemsize, first = _lengths(held.new)[box], keys.itemsize[key], first[box]
         to_share = HeldBoxes(boxes.sizes[at[shared]], itemsize[shared], first, count, held.rank)
         loaded = alone[~np.isin(key[alone], list(ties))]
         loads = np.bincount(rank[loaded], product(boxes.sizes)[at[loaded]] * itemsize[loaded], world_size)
@@ -173,32 +172,15 @@ def make_global_plan(inventories: Sequence[LocalInventory]) -> GlobalPlan:
         part = order[cut] - len(alone)
         offsets, sizes = boxes.offsets[at[cut]] + parts.offsets[part], parts.sizes[part]
     replicas = [(np.empty(0, np.int32), np.empty(0, np.uint64))] * world_size
-    if len(of_several.rank):
+    if (holders > 1).any():
         from dcp_plugin.core.planning.replicas import weights_of
 
+        of_several = rows.take(np.repeat(holders > 1, holders))
         row, of = keys.spread(of_several.key)
-        of_rows = keys.chunks_of(of_several.chunk[row], of), of_several.new[row], of_several.is_replica[row]
-        replicas = weights_of(of_several.rank[row], *of_rows, world_size)
-    table = keys.table(boxes, at, key, cut, offsets, sizes)
-    return GlobalPlan(table, rank, keys.chunks_of(chunk, key), cut, offsets, sizes, keys.empty, keys.objects, replicas)
-
-
-def _plan_keys(keys: _Keys, group: slice) -> tuple[_Rows, _Rows, _Rows, Column]:
-    """Return the boxes of some keys, the rows of shared boxes that may write, the rows of boxes on several ranks, and a
-    mask of the shared boxes.
-
-    A box is shared if several ranks may write it, or if it is too large for one item.
-    """
-    rows = _Rows.of(keys, group)
-    rows.check(keys, group)
-    holders = _lengths(rows.new)
-    of_several = rows.take(np.repeat(holders > 1, holders))
-    # Any holder may write a box that is marked any_rank. For other boxes, the first holder writes.
-    writers = rows.take(rows.new | rows.any_rank)
-    keys.note_ties(rows, writers)
-    boxes, counts = writers.take(writers.new), _lengths(writers.new)
-    is_shared = (counts > 1) | (product(boxes.sizes) * keys.itemsize[boxes.key] > MAX_PAYLOAD)
-    return boxes, writers.take(np.repeat(is_shared, counts)), of_several, is_shared
+        number = chunks[of_several.chunk[row] + keys.ordinal[of]]
+        replicas = weights_of(of_several.rank[row], number, of_several.new[row], of_several.is_replica[row], world_size)
+    table, chunk = keys.table(boxes, at, key, cut, offsets, sizes), chunks[chunk + keys.ordinal[key]]
+    return GlobalPlan(table, rank, chunk, cut, offsets, sizes, keys.empty, keys.objects, replicas)
 
 
 def _lengths(new: Column) -> Column:
@@ -240,29 +222,24 @@ class _Keys:
         self.itemsize = np.where(stored_whole, 0, sizes[self.dtype])  # with size 0, balance_load never cuts the box
         self.empty = [key for key, number in self.numbers.items() if self.standing[number] == Standing.EMPTY_MAPPING]
         self.objects = self._objects()
-        of_ranks = [[inventories[rank] for rank in ranks] for ranks in self.ranks.values()]
-        self.like = self._first_alike(of_ranks)
+        self.of_ranks = [[inventories[rank] for rank in ranks] for ranks in self.ranks.values()]
+        """The inventories of the ranks of each description."""
+        self.like = self._first_alike()
         """For each key, the first key with the same boxes on the same ranks."""
         self.is_first = self.like == np.arange(count)
-        order = np.argsort(self.like, kind="stable")
-        self._ordinal = np.empty(count, np.int32)
-        self._ordinal[order] = np.arange(count) - np.searchsorted(self.like[order], self.like[order])
-        self.chunks, self.planned = self._planned(of_ranks)
-        self._rows, self._writers, self._ties = np.zeros(count, np.int64), np.zeros(count, np.int64), dict[int, int]()
+        order, self.ordinal = np.argsort(self.like, kind="stable"), np.empty(count, np.int32)
+        self.ordinal[order] = np.arange(count) - np.searchsorted(self.like[order], self.like[order])
 
-    def _first_alike(self, of_ranks: Sequence[Sequence[LocalInventory]]) -> Column:
+    def _first_alike(self) -> Column:
         """Return for each key the first key that all ranks hold in the same boxes.
 
         A key with several chunks on a rank, and a tied key, has no other such key.
-
-        Args:
-            of_ranks: The inventories of the ranks of each description.
         """
         # Keys of one kind are alike in all that has been compared. Each pass divides the kinds of a description's keys
         # further, and those of other keys stay, since these have no rows on its ranks.
         _, kind = numbered(np.column_stack((self.shape, self.ndim, self.itemsize, self.dtype == NO_TENSOR)))
         alike, last, kind = np.bincount(kind)[kind], len(kind), kind.astype(np.int64)
-        for description, numbers, inventories in zip(self.described, self.number_in, of_ranks, strict=True):
+        for description, numbers, inventories in zip(self.described, self.number_in, self.of_ranks, strict=True):
             chunks = np.bincount(description.key, minlength=len(numbers))
             # A key that is alone of its kind needs no further comparison.
             some = np.flatnonzero((alike[numbers] > 1) & (chunks > 0) & self.rows_of(description, numbers))
@@ -277,33 +254,6 @@ class _Keys:
         first, number = numbered(kind[:, None])
         return np.asarray(first[number])
 
-    def _planned(self, of_ranks: Sequence[Sequence[LocalInventory]]) -> tuple[Column, list[tuple[Column, ...]]]:
-        """Return numbers of chunks in the ranks' inventories, and for each description four columns.
-
-        These have a row per chunk of a key with rows: the key, the chunk, its position among the numbers, and its
-        offsets on each rank. Behind its number are those of the chunks of all keys alike, in the order of keys.
-        """
-        all_chunks, planned, start = [np.empty(0, np.int32)], [], 0
-        for description, numbers, inventories in zip(self.described, self.number_in, of_ranks, strict=True):
-            chunks = np.flatnonzero(self.rows_of(description, numbers)[description.key]).astype(np.int32)
-            key = numbers[description.key[chunks]].astype(np.int32)
-            if not self.is_first[key].all():
-                order = np.lexsort((key, self.like[key]))
-                chunks, key = chunks[order], key[order]
-            at = np.flatnonzero(self.is_first[key])
-            first = chunks[at]
-            offsets = np.zeros((len(inventories), len(at), self.width), np.int64)
-            alike: dict[int, list[int]] = {}
-            for position, inventory in enumerate(inventories):
-                alike.setdefault(id(inventory.like), []).append(position)
-            for some in alike.values():
-                steps = np.stack([inventories[position].steps for position in some])
-                offsets[some, :, : description.sizes.shape[1]] = inventories[some[0]].offsets_of(first, steps)
-            planned.append((key[at], first, (start + at).astype(np.int32), offsets))
-            all_chunks.append(chunks)
-            start += len(chunks)
-        return np.concatenate(all_chunks), planned
-
     def spread(self, of: Column) -> tuple[Column, Column]:
         """Return the rows of all keys, each with its key. The rows of keys alike are those of their first.
 
@@ -314,42 +264,22 @@ class _Keys:
         starts, counts = starts_of(counts)[self.like], counts[self.like]
         return ranges(starts, counts), np.repeat(np.arange(len(counts), dtype=np.int32), counts)
 
-    def chunks_of(self, chunk: Column, key: Column) -> Column:
-        """Return the numbers of chunks in the inventories of their ranks.
-
-        Args:
-            chunk: For each chunk, :attr:`_Rows.chunk` of the row of the first key alike.
-        """
-        return np.asarray(self.chunks[chunk + self._ordinal[key]])
-
-    def groups(self) -> list[slice]:
-        """Return the numbers of the keys in groups, each with about :data:`_ROWS` rows."""
-        rows = np.zeros(len(self.numbers), np.int64)
-        for ranks, (key, _, _, _) in zip(self.ranks.values(), self.planned, strict=True):
-            rows += len(ranks) * np.bincount(key, minlength=len(rows))
-        groups = in_cache(np.arange(len(rows)), rows, _ROWS)
-        return [slice(int(group[0]), int(group[-1]) + 1) for group in groups] or [slice(0, 0)]
-
-    def note_ties(self, rows: _Rows, writers: _Rows) -> None:
-        """Note the ties of some keys, given their rows and the possible writers among these."""
-        for counts, selection in ((self._rows, rows), (self._writers, writers)):
-            counts += np.bincount(selection.key, minlength=len(counts))
-        for key in np.unique(rows.key[rows.tie >= 0]).tolist():
-            firsts = rows.tie[slice(*np.searchsorted(rows.key, (key, key + 1)))]
-            if (firsts == firsts[0]).all():
-                self._ties[key] = int(firsts[0])
-
-    def common_ties(self) -> dict[int, int]:
+    def ties(self, rows: _Rows, writers: _Rows) -> dict[int, int]:
         """Return a dict from each tied key to the first key with the same memory.
 
         A pair counts only if both keys are tied on every rank that has a part of either.
+
+        Args:
+            writers: Those of the rows whose ranks may write.
         """
         # Equal counts of rows, of all rows and of possible writers, show that no rank has a part of one key alone.
-        return {
-            key: first
-            for key, first in self._ties.items()
-            if (self._rows[key], self._writers[key]) == (self._rows[self.like[first]], self._writers[self.like[first]])
-        }
+        counts = [np.bincount(some.key, minlength=len(self.like))[self.like] for some in (rows, writers)]
+        ties = {}
+        for key in np.unique(rows.key[rows.tie >= 0]).tolist():
+            first, *others = set(rows.tie[slice(*np.searchsorted(rows.key, (key, key + 1)))].tolist())
+            if not others and all(count[key] == count[first] for count in counts):
+                ties[key] = first
+        return ties
 
     def _best_standing(self, count: int) -> Column:
         """Return for each key the standing of the entries that count.
@@ -463,7 +393,7 @@ class _Keys:
 class _Rows:
     """Sorted rows, one per chunk and rank; ``new`` marks the first row of each box.
 
-    ``chunk`` is a position in :attr:`_Keys.chunks`.
+    ``chunk`` is a position in the second result of :meth:`of`.
     """
 
     key: Column
@@ -477,35 +407,38 @@ class _Rows:
     new: Column
 
     @classmethod
-    def joined(cls, parts: Sequence[_Rows]) -> _Rows:
-        return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
+    def of(cls, keys: _Keys) -> tuple[_Rows, Column]:
+        """Return the rows of the keys that are the first alike, and numbers of chunks.
 
-    @classmethod
-    def of(cls, keys: _Keys, group: slice) -> _Rows:
-        """Return the rows of a group of keys."""
+        The number at a row's ``chunk`` is that of its chunk in the inventory of its rank. Behind it are the numbers for
+        the other keys alike, in the order of keys.
+        """
         columns: list[list[Column]] = []
-        of_descriptions = zip(keys.ranks.values(), keys.described, keys.number_in, keys.planned, strict=True)
-        for ranks, description, numbers, (key, chunk, at, offsets_of_ranks) in of_descriptions:
-            chosen = np.flatnonzero((key >= group.start) & (key < group.stop))
-            chunk = chunk[chosen]
+        chunks, count = [np.empty(0, np.int32)], 0
+        of_descriptions = zip(keys.ranks.values(), keys.described, keys.number_in, keys.of_ranks, strict=True)
+        for ranks, description, numbers, inventories in of_descriptions:
+            chunk = np.flatnonzero(keys.rows_of(description, numbers)[description.key]).astype(np.int32)
+            key = numbers[description.key[chunk]].astype(np.int32)
+            order = np.lexsort((key, keys.like[key]))
+            chunks.append(chunk[order])
+            at = np.flatnonzero(keys.is_first[key[order]])
+            key, chunk, position = key[order[at]], chunk[order[at]], (count + at).astype(np.int32)
             # A tie of -1 (no tie) selects the -1 that is appended at the end.
             tie = np.append(numbers.astype(np.int32), np.int32(-1))[description.tie]
             of_key = (column[description.key[chunk]] for column in (description.any_rank, description.is_replica, tie))
-            described = (_widened(description.sizes, keys.width, 1)[chunk], key[chosen], at[chosen], *of_key)
+            described = (_widened(description.sizes, keys.width, 1)[chunk], key, position, *of_key)
             repeated = [np.repeat(column, len(ranks), axis=0) for column in described]
-            # Chunk by chunk, not rank by rank: this is the sorted order if all ranks hold the same keys in one order.
-            offsets = offsets_of_ranks.take(chosen, axis=1).transpose(1, 0, 2)
-            of_rank = np.tile(np.array(ranks, np.int32), len(chunk))
-            columns.append([of_rank, offsets.reshape(len(of_rank), keys.width), *repeated])
-        joined = columns[0] if len(columns) == 1 else map(np.concatenate, zip(*columns, strict=True))
-        rank, offsets, sizes, key, chunk, any_rank, is_replica, tie = joined
+            of_ranks = [_widened(inventory.offsets_of(chunk), keys.width, 0) for inventory in inventories]
+            # Chunk by chunk, as the repeated columns.
+            offsets = np.stack(of_ranks, axis=1).reshape(len(ranks) * len(chunk), keys.width)
+            columns.append([np.tile(np.array(ranks, np.int32), len(chunk)), offsets, *repeated])
+            count += len(order)
+        rank, offsets, sizes, key, position, any_rank, is_replica, tie = map(np.concatenate, zip(*columns, strict=True))
         start = flat_start(offsets, keys.shape, key)
-        rows = cls(key, rank, chunk, offsets, sizes, any_rank, is_replica, tie, np.empty(len(key), bool))
-        if not _sorted(key, start, rank):  # a pass per column, which spares the sort of rows that are in order
-            order = order_of(key, start, rank)
-            rows, start = rows.take(order), start[order]
-        new = (np.diff(rows.key, prepend=-1) != 0) | (np.diff(start, prepend=-1) != 0)
-        return replace(rows, new=new)
+        order = order_of(key, start, rank)
+        new = (np.diff(np.stack((key, start))[:, order], prepend=-1) != 0).any(axis=0)
+        of_rows = (key, rank, position, offsets, sizes, any_rank, is_replica, tie)
+        return cls(*(column[order] for column in of_rows), new), np.concatenate(chunks)
 
     def take(self, rows: Column) -> _Rows:
         """Return the selected rows."""
@@ -515,49 +448,26 @@ class _Rows:
             rows = np.flatnonzero(rows)
         return _Rows(*(getattr(self, field.name)[rows] for field in fields(self)))
 
-    def check(self, keys: _Keys, group: slice) -> None:
-        """Check that the ranks' boxes cover every tensor of the group, and that different boxes do not overlap."""
-        numbers = np.arange(group.start, group.stop)
-        starts = np.searchsorted(self.key, numbers)
-        ends = np.append(starts[1:], len(self.key))
-        for some in in_cache(numbers, ends - starts):  # their rows fit into the processor's cache
-            first, last = some[0] - group.start, some[-1] - group.start
-            self._check(keys, slice(some[0], some[-1] + 1), slice(starts[first], ends[last]))
-
-    def _check(self, keys: _Keys, key_range: slice, rows: slice) -> None:
-        """Check a range of keys and the rows of these keys."""
-        count, shape = key_range.stop - key_range.start, keys.shape[key_range]
-        key, new, sizes = self.key[rows] - key_range.start, self.new[rows], self.sizes[rows]
-        first = np.flatnonzero(new)
-        volumes = totals(product(sizes[first]), key[first], count)
-        same = in_all(sizes == sizes[first][np.cumsum(new) - 1])  # as in the first row of the same box
-        wrong = np.bincount(key[~same], minlength=count) > 0
-        wrong |= volumes != product(shape)
+    def check(self, keys: _Keys) -> None:
+        """Check that the ranks' boxes cover every tensor, and that different boxes do not overlap."""
+        count, first = len(keys.like), np.flatnonzero(self.new)
+        key, sizes = self.key[first], self.sizes[first]
+        volumes = totals(product(sizes), key, count)
+        same = in_all(self.sizes == sizes[np.cumsum(self.new) - 1])  # as in the first row of the same box
+        wrong = np.bincount(self.key[~same], minlength=count) > 0
+        wrong |= volumes != product(keys.shape)
         # Volumes alone would accept a hole that an overlap makes up for.
-        wrong |= ~partitioned(self.offsets[rows][first], sizes[first], shape, key[first], count)
-        wrong &= (keys.dtype[key_range] != NO_TENSOR) & keys.is_first[key_range]
+        wrong |= ~partitioned(self.offsets[first], sizes, keys.shape, key, count)
+        wrong &= (keys.dtype != NO_TENSOR) & keys.is_first
         if wrong.any():
-            worst = int(np.argmax(wrong))
-            number = key_range.start + worst
-            held, needed = volumes[worst] * keys.itemsize[number], shape[worst].prod() * keys.itemsize[number]
+            number = int(np.argmax(wrong))
+            held, needed = (volume * keys.itemsize[number] for volume in (volumes[number], keys.shape[number].prod()))
             raise CheckpointMismatch(
                 f"the ranks hold {held} bytes of {list(keys.numbers)[number]}, but its shape {keys.shape_of(number)} "
                 f"needs {needed}: a part is missing, or parts overlap. Is every rank of the mesh saving?"
             )
 
 
-def _sorted(*columns: Column) -> bool:
-    """Return whether rows are in ascending order of the columns; the first column is the primary key."""
-    # A row is in order if the first column rises, or if it stays and the columns behind it rise.
-    rising = np.ones(max(len(columns[0]) - 1, 0), bool)
-    for column in reversed(columns):
-        step = np.diff(column)
-        rising = (step > 0) | ((step == 0) & rising)
-    return bool(rising.all())
-
-
-_ROWS = 1 << 18
-"""Rows that are planned at a time."""
 _HIDDEN, _PARTLESS = 255, 254
 """Marks in place of a standing: no rank writes anything under the key; no rank has a part of the tensor."""
 

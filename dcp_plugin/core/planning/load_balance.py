@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from dcp_plugin.core.format.columns import Column, product
+from dcp_plugin.core.format.columns import product
 
 MIN_SPLIT = 1 << 18
 """Boxes of fewer bytes are not cut: an item costs about as much as writing 100 KiB."""
@@ -128,18 +128,10 @@ def assign(held: HeldBoxes, key_of_box: Ints, ties: Mapping[int, int], loads: In
         loads: Bytes that each rank writes of other boxes.
         max_bytes: Bytes of the largest part.
     """
-    parts = _balance_without(held, np.isin(key_of_box, list(ties)), loads, max_bytes)
-    return _with_ties(parts, key_of_box, ties)
-
-
-def _balance_without(held: HeldBoxes, skipped: Column, loads: Ints, max_bytes: int) -> BoxParts:
-    """Balance all boxes that ``skipped`` does not mark."""
-    if not skipped.any():
-        return balance_load(held, loads, max_bytes)
-    kept = np.flatnonzero(~skipped)
+    kept = np.flatnonzero(~np.isin(key_of_box, list(ties)))
     fewer = HeldBoxes(held.sizes[kept], held.itemsize[kept], held.first[kept], held.count[kept], held.ranks)
     parts = balance_load(fewer, loads, max_bytes)
-    return BoxParts(kept[parts.box], parts.holder, parts.offsets, parts.sizes)
+    return _with_ties(BoxParts(kept[parts.box], parts.holder, parts.offsets, parts.sizes), key_of_box, ties)
 
 
 def _with_ties(parts: BoxParts, key_of_box: Ints, ties: Mapping[int, int]) -> BoxParts:

@@ -96,33 +96,22 @@ class Description:
 class LocalInventory:
     """The chunks that one rank holds: a description, and the offsets of every chunk.
 
-    Offsets are multiples of the chunk's sizes, and remainders. On a mesh most chunks of a rank have the same ones.
+    Offsets are multiples of the chunk's sizes, and remainders. On a mesh most chunks of a rank have the same ones. A
+    row of ``steps`` has multiples, and behind them the remainders. ``like`` has the number of each chunk's row.
     """
 
     description: Description
     like: Column
-    """For each chunk, its row of ``steps``."""
     steps: Column
-    """Different multiples, each with its remainders behind it, in the order of their first chunks."""
-
-    @classmethod
-    def of(cls, description: Description, offsets: Column) -> LocalInventory:
-        steps = np.hstack(np.divmod(offsets, np.maximum(description.sizes, 1)))
-        first, like = numbered(steps)
-        return cls(description, like, steps[first])
 
     @functools.cached_property
     def offsets(self) -> Column:
-        return self.offsets_of(np.arange(len(self.like)), self.steps)
+        return self.offsets_of(np.arange(len(self.like)))
 
-    def offsets_of(self, chunks: Column, steps: Column) -> Column:
-        """Return the offsets of some chunks.
-
-        Args:
-            steps: :attr:`steps` of this rank, or those of several ranks with the same chunks alike.
-        """
-        times, remainders = np.split(steps[..., self.like[chunks], :], 2, axis=-1)
-        return times * np.maximum(self.description.sizes[chunks], 1) + remainders  # type: ignore[no-any-return]
+    def offsets_of(self, chunks: Column) -> Column:
+        """Return the offsets of some chunks."""
+        times, remainders = np.split(self.steps[self.like[chunks]], 2, axis=1)
+        return np.asarray(times * np.maximum(self.description.sizes[chunks], 1) + remainders)
 
     @functools.cached_property
     def digest(self) -> bytes:
@@ -197,7 +186,9 @@ class LocalInventory:
             np.array(chunk_keys, np.int64),
             filled_rows(sizes, width, 1),
         )
-        return cls.of(description, filled_rows(offsets, width, 0))
+        steps = np.hstack(np.divmod(filled_rows(offsets, width, 0), np.maximum(description.sizes, 1)))
+        first, like = numbered(steps)
+        return cls(description, like, steps[first])
 
 
 @functools.lru_cache(maxsize=64)
