@@ -401,7 +401,7 @@ class Places:
     def rows_of(self, items: Column | Sequence[int]) -> tuple[Column, Column]:
         """Return the row and the file of each item."""
         items = np.asarray(items, np.int64)
-        if self.starts[-1] == len(self.file):  # a row for each item: a search takes a third of an opening
+        if self.starts[-1] == len(self.file):  # a row for each item: nothing to search for
             return items, self.file[items]
         row = self.starts.searchsorted(items, "right") - 1
         return row, (self.file[row] + self.file_step[row] * (items - self.starts[row])).astype(np.int32)

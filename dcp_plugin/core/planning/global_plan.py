@@ -247,7 +247,7 @@ class _Keys:
                 continue
             chunk, alone = np.searchsorted(description.key, some), (chunks[some] > 1) | (description.tie[some] >= 0)
             of_key = np.where(alone, some, -1), description.any_rank[some], description.is_replica[some]
-            steps = {id(inventory.like): inventory.like[chunk] for inventory in inventories}.values()
+            steps = {inventory.like.tobytes(): inventory.like[chunk] for inventory in inventories}.values()
             _, number = numbered(np.column_stack((kind[numbers[some]], *of_key, description.sizes[chunk], *steps)))
             kind[numbers[some]], last = last + number, last + len(some)
             alike[numbers[some]] = np.bincount(number)[number]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import zlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -120,12 +119,11 @@ class LocalInventory:
 
     def pack_offsets(self) -> bytes:
         """Compress the offsets."""
-        return pack((zlib.compress(self.like.tobytes()), self.steps))
+        return pack((self.like, self.steps))
 
     @classmethod
     def unpack(cls, description: Description, packed: bytes) -> LocalInventory:
-        like, steps = unpack(packed)
-        return cls(description, _unpacked(like), steps)
+        return cls(description, *unpack(packed))
 
     @classmethod
     def of_state(cls, state: Flat, paths: dict[str, KeyPath], holds: Holdings | None = None) -> LocalInventory:
@@ -189,12 +187,6 @@ class LocalInventory:
         steps = np.hstack(np.divmod(filled_rows(offsets, width, 0), np.maximum(description.sizes, 1)))
         first, like = numbered(steps)
         return cls(description, like, steps[first])
-
-
-@functools.lru_cache(maxsize=64)
-def _unpacked(packed: bytes) -> Column:
-    """Return :attr:`LocalInventory.like`. Ranks that have sent the same share it."""
-    return np.frombuffer(zlib.decompress(packed), np.int32)
 
 
 def ties_of(state: Flat) -> dict[str, str]:

@@ -276,6 +276,17 @@ def test_keys_with_the_same_boxes_have_a_plan_of_their_own(data: st.DataObject, 
     assert [len(share.chunk) for share in shares] == np.bincount(plan.rank, minlength=world_size).tolist()
 
 
+def test_a_hole_is_found_in_a_key_whose_offsets_are_those_of_a_complete_key() -> None:
+    def state(rank: int) -> dict[str, Any]:
+        chunks = {
+            key: LocalChunk((2 * rank, 0), (2, width), torch.zeros(2, width)) for key, width in (("a", 4), ("b", 3))
+        }
+        return {key: ShardedValue((4, 4), torch.float32, (chunk,)) for key, chunk in chunks.items()}
+
+    with pytest.raises(CheckpointMismatch, match="48 bytes of b"):
+        make_global_plan([LocalInventory.of_state(state(rank), {}) for rank in range(2)])
+
+
 @settings(deadline=None)
 @given(cuts, cuts, st.data())
 def test_boxes_that_overlap_or_leave_holes_are_found_whatever_they_add_up_to(
