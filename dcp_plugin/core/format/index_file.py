@@ -202,7 +202,7 @@ def _check_counts(columns: dict[str, Column]) -> None:
     several = np.flatnonzero(items > 1)
     if (columns["place"][several, 3] < 1).any() or items[several].sum(dtype=np.int64) > len(columns["hash"]):
         raise ValueError("the rows have more items than hashes")
-    if (columns["file_step"][several] < 1).any():
+    if (columns["file_step"][several] == 0).any():
         raise ValueError("a row has several items in one file")
 
 
