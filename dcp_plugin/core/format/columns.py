@@ -509,7 +509,12 @@ def grid_begins(key: Column, offsets: Column, sizes: Column, shapes: Column) -> 
         continues = in_all(np.concatenate((offset[1:] == after[:-1], size[1:] == size[:-1]), axis=1))
         continues &= (np.diff(key[some]) == 0) & ~carry[:-1]
         begins.append(start + np.flatnonzero(np.concatenate(([True], ~continues))[before:]))
-    return np.concatenate(begins)
+    row = np.concatenate(begins)
+    # Of a tensor that takes many rows each box gets one, which a reader finds without making a grid.
+    rows, boxes = (np.bincount(of, minlength=len(shapes)) for of in (key[row], key))
+    is_begin = (2 * rows > boxes)[key]
+    is_begin[row] = True
+    return np.flatnonzero(is_begin)
 
 
 def numbered(rows: Column) -> tuple[Column, Column]:
