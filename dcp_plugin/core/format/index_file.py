@@ -123,6 +123,8 @@ def _decoded(data: bytes, name: str) -> CheckpointIndex:
         index.validate(posixpath.dirname(name))
         if (block_counts(columns["place"][:, 3]) * columns["item_count"]).sum() != len(columns["hash"]):
             raise ValueError("the items have another number of blocks than of hashes")
+        if ((columns["file_step"] == 0) & (columns["item_count"] > 1)).any():
+            raise ValueError("a row has several items in one file")
     return index
 
 
@@ -202,8 +204,6 @@ def _check_counts(columns: dict[str, Column]) -> None:
     several = np.flatnonzero(items > 1)
     if (columns["place"][several, 3] < 1).any() or items[several].sum(dtype=np.int64) > len(columns["hash"]):
         raise ValueError("the rows have more items than hashes")
-    if (columns["file_step"][several] == 0).any():
-        raise ValueError("a row has several items in one file")
 
 
 _PLAIN = {str, int}
