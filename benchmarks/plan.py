@@ -2,8 +2,8 @@
 
 Every rank of ours is a thread that runs the code of a real save; what they exchange is pickled, counted and unpickled
 as between processes, and rank 0's CPU time is that of its thread. With more ranks than threads can be (``--threads``),
-only rank 0 runs under ``fsdp``, where the messages of the others differ in the offsets alone: they are made beforehand.
-*extra*: rank 0's peak memory. For stock, the plans of all ranks are made by the
+or 10^6 chunks, only rank 0 runs under ``fsdp``, where the messages of the others differ in the offsets alone: they are
+made beforehand. *extra*: rank 0's peak memory. For stock, the plans of all ranks are made by the
 rule of its planner for DTensors, and rank 0 does what ``torch.distributed.checkpoint.save`` does there.
 
 *plan*: from the messages of all ranks to what each has to write. *again*: the same save once more. *commit*: from the
@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import pickle
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -39,9 +40,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from benchmarks import _machine
 from dcp_plugin.core.format import index_file
-from dcp_plugin.core.format.index import CheckpointIndex, Location, Places
+from dcp_plugin.core.format.index import CheckpointIndex, Places
 from dcp_plugin.core.format.metadata import pieces
-from dcp_plugin.core.format.payload import block_size
+from dcp_plugin.core.format.payload import block_counts
 from dcp_plugin.core.format.summary import fingerprint
 from dcp_plugin.core.planning.local_inventory import Holdings, LocalInventory
 from dcp_plugin.core.planning.reads import ReadPlanner
@@ -52,6 +53,8 @@ from dcp_plugin.core.types import Flat, LocalChunk, ShardedValue
 
 MESHES = ("fsdp", "hsdp", "uneven", "mixed")
 COLUMNS = 1024
+LARGEST = 10**6
+"""Ranks x tensors from which on there is one run, without stock, and of ``fsdp`` of rank 0 alone."""
 SMALLEST = ["--ranks", "8", "12", "--threads", "8", "--tensors", "6", "--repeats", "1"]
 
 
@@ -203,9 +206,9 @@ def _plan_of_first(mesh: str, ranks: int, tensors: int, figures: Figures) -> tup
     """The plan as rank 0 makes it for ``fsdp``, and what all ranks say of what they have written."""
     state = _state(mesh, 0, ranks, tensors)
     mine = _inventory(state)
-    step = np.zeros_like(mine.offsets)
-    step[:, 0] = 4
-    others = (LocalInventory(mine.description, rank * step) for rank in range(1, ranks))
+    step = np.zeros_like(mine.steps)
+    step[:, 0] = 1
+    others = (LocalInventory(mine.description, mine.like, rank * step) for rank in range(1, ranks))
     told = [(other.digest, pickle.dumps((b"", other.pack_offsets()))) for other in others]
     description = mine.description.digest
 
@@ -218,14 +221,14 @@ def _plan_of_first(mesh: str, ranks: int, tensors: int, figures: Figures) -> tup
     exchange, first, again = PlanExchange(), _First(claims(bytes(DIGEST)), [data for _, data in told]), _First([], [])
 
     def plan(alone: _First) -> RankPlan:
-        return _planned(exchange, alone, LocalInventory(mine.description, mine.offsets), state)
+        return _planned(exchange, alone, LocalInventory(mine.description, mine.like, mine.steps), state)
 
     planned = figures.time("plan", lambda: plan(first))
     again.sent, again.size = claims(planned.digest), ranks
     figures.time("again", lambda: plan(again))
     assert exchange.repeated
     figures.gathered, figures.scattered, figures.again = first.gathered, first.scattered, again.gathered // (ranks - 1)
-    written = Places.of(_written(0, [4 * COLUMNS * 4] * tensors))
+    written = _written(0, [4 * COLUMNS * 4] * tensors)
     return planned, [pickle.dumps(replace(written, files=[f"__{rank}_0.distcp"])) for rank in range(ranks)]
 
 
@@ -250,7 +253,7 @@ def _plan_of_threads(mesh: str, ranks: int, tensors: int, figures: Figures) -> t
         second = time.thread_time() - begin
         assert exchange.repeated
         sizes = [4 * prod(item.sizes) for item in items_to_write(planned, state) if item.sizes]
-        results[rank] = pickle.dumps(Places.of(_written(rank, sizes)))
+        results[rank] = pickle.dumps(_written(rank, sizes))
         if rank == 0:
             figures.seconds |= {"plan": first, "again": second}
             plans.append(planned)
@@ -278,13 +281,17 @@ def _ours(mesh: str, ranks: int, tensors: int, directory: Path, most_threads: in
     figures = Figures()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _machine.status_bytes("VmRSS")
-    how = _plan_of_first if ranks > most_threads and mesh == "fsdp" else _plan_of_threads
+    is_large = ranks > most_threads or ranks * tensors >= LARGEST
+    how = _plan_of_first if is_large and mesh == "fsdp" else _plan_of_threads
     planned, results = how(mesh, ranks, tensors, figures)
     global_plan = planned.global_plan
     assert global_plan is not None
     figures.results = sum(map(len, results))
     written = np.zeros(ranks)
-    np.add.at(written, global_plan.rank, global_plan.sizes.prod(axis=1))
+    for _, chunks, boxes in itertools.chain.from_iterable(
+        map(global_plan.table.by_ndim, global_plan.table.stretches())
+    ):
+        np.add.at(written, global_plan.rank[chunks], boxes[:, 1].prod(axis=1))
     figures.largest_share, figures.boxes = written.max() / written.mean(), len(global_plan.rank)
 
     def commit() -> bytes:
@@ -317,14 +324,13 @@ def _ours(mesh: str, ranks: int, tensors: int, directory: Path, most_threads: in
     return figures
 
 
-def _written(rank: int, sizes: list[int]) -> list[Location]:
-    offset = 0
-    locations = []
-    for size in sizes:
-        hashes = np.full(-(-size // block_size(size)), 12345, np.uint64)
-        locations.append(Location(f"__{rank}_0.distcp", offset, size + 1600, 1000, size, 1, hashes))
-        offset += size + 1664
-    return locations
+def _written(rank: int, sizes: Sequence[int]) -> Places:
+    lengths = np.array(sizes, np.int64)
+    ends = np.cumsum(lengths + 1664)
+    place = np.stack((ends - lengths - 1664, lengths + 1600, np.full_like(lengths, 1000), lengths), axis=1)
+    hashes = np.full(block_counts(lengths).sum(), 12345, np.uint64)
+    files = [f"__{rank}_0.distcp"] if sizes else []
+    return Places.of_items(files, np.zeros(len(sizes), np.int32), place, np.ones(len(sizes), np.uint32), hashes)
 
 
 # Stock: what torch.distributed.checkpoint.save does on rank 0
@@ -464,7 +470,8 @@ def main() -> None:
         for tensors in options.tensors:
             for mesh in options.mesh:
                 repeats = options.repeats if ranks * tensors < options.large else min(2, options.repeats)
-                rows.append(_compare(mesh, ranks, tensors, repeats, not options.no_stock, options.threads))
+                repeats, with_stock = (repeats, not options.no_stock) if ranks * tensors < LARGEST else (1, False)
+                rows.append(_compare(mesh, ranks, tensors, repeats, with_stock, options.threads))
                 _print(rows[-1])
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps({"load": load, "rows": rows}, indent=2) + "\n")

@@ -39,7 +39,7 @@ from dcp_plugin.core.types import VERSION
 from dcp_plugin.tiers.local_checkpoints import key_of, put_file
 from dcp_plugin.tiers.locks import KEEPER, exclusive, lock, locked_by
 
-FORMAT_VERSION = 10
+FORMAT_VERSION = 11
 """The version of a journal, and of the messages of ranks and keepers. A change to a message, or to a class that travels
 (:mod:`~dcp_plugin.tiers.journal_records`), raises it."""
 _FORMAT = "format"

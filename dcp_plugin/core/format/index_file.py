@@ -123,6 +123,8 @@ def _decoded(data: bytes, name: str) -> CheckpointIndex:
         index.validate(posixpath.dirname(name))
         if (block_counts(columns["place"][:, 3]) * columns["item_count"]).sum() != len(columns["hash"]):
             raise ValueError("the items have another number of blocks than of hashes")
+        if ((columns["file_step"] == 0) & (columns["item_count"] > 1)).any():
+            raise ValueError("a row has several items in one file")
     return index
 
 

@@ -5,7 +5,10 @@ Ranks may hold different entries under a key. The rule: the entries with the bes
 ranks have None. The keys below a mapping count where the mapping is empty on other ranks.
 
 A row stands for one chunk on one rank. Rows are sorted by key, position in the tensor and rank. Rows for the same box
-are therefore neighbours, and every later step is one pass of numpy over that order. The sort is the main cost.
+are therefore neighbours, and every later step is one pass of numpy over that order.
+
+Most keys of a mesh have the same boxes on the same ranks. Only the first of such keys has rows. The plan of the others
+differs from its plan in the chunks' numbers, and in the writers of boxes that several ranks may write.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import bisect
 import functools
 import pickle
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -27,11 +30,14 @@ from dcp_plugin.core.format.columns import (
     flat_start,
     grid_begins,
     in_all,
-    in_cache,
+    in_any,
+    numbered,
     order_of,
     partitioned,
     product,
     ragged,
+    ranges,
+    starts_of,
     totals,
 )
 from dcp_plugin.core.format.payload import MAX_PAYLOAD
@@ -82,15 +88,14 @@ class Share:
 class GlobalPlan:
     """The table of the checkpoint, and the writer of each chunk.
 
-    The other columns have a row per chunk of the table: its writer ``rank``, the number ``chunk`` of its source in the
-    writer's inventory, and its box.
+    ``rank`` and ``chunk`` have a row per chunk of the table: its writer, and the number of its source in the writer's
+    inventory. ``offsets`` and ``sizes`` are the boxes of the chunks ``cut``, whose sources are written in part.
     """
 
     table: KeyColumns
     rank: Column
     chunk: Column
-    uncut: Column
-    """True where the source chunk is written as a single box."""
+    cut: Column
     offsets: Column
     sizes: Column
     empty: list[str]
@@ -106,14 +111,17 @@ class GlobalPlan:
         return order_of(self.rank, self.chunk)
 
     def shares(self, world_size: int) -> list[Share]:
-        order, cut = self.order, ~self.uncut
-        shares = []
-        written = np.split(order, np.searchsorted(self.rank[order], np.arange(1, world_size)))
-        for rows, replicas in zip(written, self.replicas, strict=True):
-            part = np.flatnonzero(cut[rows])
-            offsets, sizes = self.offsets[rows[part]], self.sizes[rows[part]]
-            shares.append(Share(self.chunk[rows], part, offsets, sizes, *replicas))
-        return shares
+        starts = starts_of(np.bincount(self.rank, minlength=world_size))[:-1]
+        is_cut = np.zeros(len(self.rank), bool)
+        is_cut[self.cut] = True
+        at = np.flatnonzero(is_cut[self.order])
+        parts, bounds = np.searchsorted(self.cut, self.order[at]), np.searchsorted(at, starts[1:])
+        of_parts = (np.split(column, bounds) for column in (at, self.offsets[parts], self.sizes[parts]))
+        columns = np.split(self.chunk[self.order], starts[1:]), starts, *of_parts, self.replicas
+        return [
+            Share(chunk, part - start, offsets, sizes, *replicas)
+            for chunk, start, part, offsets, sizes, replicas in zip(*columns, strict=True)
+        ]
 
 
 def make_global_plan(inventories: Sequence[LocalInventory]) -> GlobalPlan:
@@ -123,62 +131,56 @@ def make_global_plan(inventories: Sequence[LocalInventory]) -> GlobalPlan:
         CheckpointMismatch: Ranks disagree on a shape or dtype, or the chunks of all ranks do not make up a tensor.
     """
     keys = _Keys(inventories)
-    # The rows of a few keys at a time: those of all keys, 10^7 of them, would take the memory of the rest of a save.
-    plans = [_plan_keys(keys, group) for group in keys.groups()]
-    boxes, held, of_several = (_Rows.joined([rows[at] for *rows, _ in plans]) for at in range(3))
-    is_shared = np.concatenate([mask for *_, mask in plans])
-    del plans
-    key, rank, chunk, offsets, sizes = boxes.key, boxes.rank, boxes.chunk, boxes.offsets, boxes.sizes
-    del boxes
-    uncut, world_size = np.full(len(key), True), len(inventories)
+    rows, chunks = _Rows.of(keys)
+    rows.check(keys)
+    # Any holder may write a box that is marked any_rank. For other boxes, the first holder writes.
+    writers = rows.take(rows.new | rows.any_rank)
+    boxes, holders, counts = writers.take(writers.new), _lengths(rows.new), _lengths(writers.new)
+    # A box is shared if several ranks may write it, or if it is too large for one item.
+    is_shared = (counts > 1) | (product(boxes.sizes) * keys.itemsize[boxes.key] > MAX_PAYLOAD)
+    world_size, (at, key) = len(inventories), keys.spread(boxes.key)
+    rank, chunk = boxes.rank[at], boxes.chunk[at]
+    cut, offsets, sizes = np.empty(0, np.int64), boxes.offsets[:0], boxes.sizes[:0]
     if is_shared.any():
         from dcp_plugin.core.planning.load_balance import HeldBoxes, assign  # needed if a box has several writers
 
-        shared, alone, ties = np.flatnonzero(is_shared), np.flatnonzero(~is_shared), keys.common_ties()
-        itemsize, first = keys.itemsize[key], np.flatnonzero(held.new)
+        of_all = is_shared[at]
+        shared, alone, ties = np.flatnonzero(of_all), np.flatnonzero(~of_all), keys.ties(rows, writers)
+        held = writers.take(np.repeat(is_shared, counts))
         # The rows of a box follow each other, and so do its possible writers: it needs only its first row and a count.
-        to_share = HeldBoxes(sizes[shared], itemsize[shared], first, np.diff(first, append=len(held.new)), held.rank)
+        box, first = (np.cumsum(is_shared) - 1)[at[shared]], np.flatnonzero(held.new)
+        count, itemsize, first = _lengths(held.new)[box], keys.itemsize[key], first[box]
+        to_share = HeldBoxes(boxes.sizes[at[shared]], itemsize[shared], first, count, held.rank)
         loaded = alone[~np.isin(key[alone], list(ties))]
-        loads = np.bincount(rank[loaded], product(sizes[loaded]) * itemsize[loaded], world_size).astype(np.int64)
-        parts = assign(to_share, key[shared], ties, loads, MAX_PAYLOAD)
-        written = held.take(first[parts.box] + parts.holder)
-        order = np.argsort(np.concatenate((alone, shared[parts.box])), kind="stable")
-        key, rank, chunk, offsets, sizes, uncut = (
-            np.concatenate((of_boxes[alone], of_parts))[order]
-            for of_boxes, of_parts in (
-                (key, written.key),
-                (rank, written.rank),
-                (chunk, written.chunk),
-                (offsets, written.offsets + parts.offsets),
-                (sizes, parts.sizes),
-                (uncut, in_all(parts.sizes == written.sizes)),
+        loads = np.bincount(rank[loaded], product(boxes.sizes)[at[loaded]] * itemsize[loaded], world_size)
+        parts = assign(to_share, key[shared], ties, loads.astype(np.int64), MAX_PAYLOAD)
+        written = first[parts.box] + parts.holder
+        source = np.concatenate((alone, shared[parts.box]))
+        order = np.argsort(source, kind="stable")
+        at, key, rank, chunk = (
+            column[order]
+            for column in (
+                at[source],
+                key[source],
+                np.concatenate((rank[alone], held.rank[written])),
+                np.concatenate((chunk[alone], held.chunk[written])),
             )
         )
+        cut = np.flatnonzero(
+            np.append(np.zeros(len(alone), bool), in_any(parts.sizes != to_share.sizes[parts.box]))[order]
+        )
+        part = order[cut] - len(alone)
+        offsets, sizes = boxes.offsets[at[cut]] + parts.offsets[part], parts.sizes[part]
     replicas = [(np.empty(0, np.int32), np.empty(0, np.uint64))] * world_size
-    if len(of_several.rank):
+    if (holders > 1).any():
         from dcp_plugin.core.planning.replicas import weights_of
 
-        replicas = weights_of(of_several.rank, of_several.chunk, of_several.new, of_several.is_replica, world_size)
-    table = keys.table(key, offsets, sizes)
-    return GlobalPlan(table, rank, chunk, uncut, offsets, sizes, keys.empty, keys.objects, replicas)
-
-
-def _plan_keys(keys: _Keys, group: slice) -> tuple[_Rows, _Rows, _Rows, Column]:
-    """Return the boxes of some keys, the rows of shared boxes that may write, the rows of boxes on several ranks, and a
-    mask of the shared boxes.
-
-    A box is shared if several ranks may write it, or if it is too large for one item.
-    """
-    rows = _Rows.of(keys, group)
-    rows.check(keys, group)
-    holders = _lengths(rows.new)
-    of_several = rows.take(np.repeat(holders > 1, holders))
-    # Any holder may write a box that is marked any_rank. For other boxes, the first holder writes.
-    writers = rows.take(rows.new | rows.any_rank)
-    keys.note_ties(rows, writers)
-    boxes, counts = writers.take(writers.new), _lengths(writers.new)
-    is_shared = (counts > 1) | (product(boxes.sizes) * keys.itemsize[boxes.key] > MAX_PAYLOAD)
-    return boxes, writers.take(np.repeat(is_shared, counts)), of_several, is_shared
+        of_several = rows.take(np.repeat(holders > 1, holders))
+        row, of = keys.spread(of_several.key)
+        number = chunks[of_several.chunk[row] + keys.ordinal[of]]
+        replicas = weights_of(of_several.rank[row], number, of_several.new[row], of_several.is_replica[row], world_size)
+    table, chunk = keys.table(boxes, at, key, cut, offsets, sizes), chunks[chunk + keys.ordinal[key]]
+    return GlobalPlan(table, rank, chunk, cut, offsets, sizes, keys.empty, keys.objects, replicas)
 
 
 def _lengths(new: Column) -> Column:
@@ -200,11 +202,6 @@ class _Keys:
         self._paths: dict[str, KeyPath] = {}
         self.width = max(description.shape.shape[1] for description in self.described)
         self.number_in = [self._add(description) for description in self.described]
-        self.offsets = [
-            np.stack([_widened(inventories[rank].offsets, self.width, 0) for rank in ranks])
-            for ranks in self.ranks.values()
-        ]
-        """Offsets of all chunks of the ranks of each description."""
         count = len(self.numbers)
         self.standing = self._best_standing(count)
         self.dtype, self.ndim = np.zeros(count, np.uint8), np.zeros(count, np.uint8)
@@ -225,36 +222,64 @@ class _Keys:
         self.itemsize = np.where(stored_whole, 0, sizes[self.dtype])  # with size 0, balance_load never cuts the box
         self.empty = [key for key, number in self.numbers.items() if self.standing[number] == Standing.EMPTY_MAPPING]
         self.objects = self._objects()
-        self._rows, self._writers, self._ties = np.zeros(count, np.int64), np.zeros(count, np.int64), dict[int, int]()
+        self.of_ranks = [[inventories[rank] for rank in ranks] for ranks in self.ranks.values()]
+        """The inventories of the ranks of each description."""
+        self.like = self._first_alike()
+        """For each key, the first key with the same boxes on the same ranks."""
+        self.is_first = self.like == np.arange(count)
+        order, self.ordinal = np.argsort(self.like, kind="stable"), np.empty(count, np.int32)
+        self.ordinal[order] = np.arange(count) - np.searchsorted(self.like[order], self.like[order])
 
-    def groups(self) -> list[slice]:
-        """Return the numbers of the keys in groups, each with about :data:`_ROWS` rows."""
-        rows = np.zeros(len(self.numbers), np.int64)
-        for ranks, description, numbers in zip(self.ranks.values(), self.described, self.number_in, strict=True):
-            rows += len(ranks) * np.bincount(numbers[description.key], minlength=len(rows))
-        groups = in_cache(np.arange(len(rows)), rows, _ROWS)
-        return [slice(int(group[0]), int(group[-1]) + 1) for group in groups] or [slice(0, 0)]
+    def _first_alike(self) -> Column:
+        """Return for each key the first key that all ranks hold in the same boxes.
 
-    def note_ties(self, rows: _Rows, writers: _Rows) -> None:
-        """Note the ties of some keys, given their rows and the possible writers among these."""
-        for counts, selection in ((self._rows, rows), (self._writers, writers)):
-            counts += np.bincount(selection.key, minlength=len(counts))
-        for key in np.unique(rows.key[rows.tie >= 0]).tolist():
-            firsts = rows.tie[slice(*np.searchsorted(rows.key, (key, key + 1)))]
-            if (firsts == firsts[0]).all():
-                self._ties[key] = int(firsts[0])
+        A key with several chunks on a rank, and a tied key, has no other such key.
+        """
+        # Keys of one kind are alike in all that has been compared. Each pass divides the kinds of a description's keys
+        # further, and those of other keys stay, since these have no rows on its ranks.
+        _, kind = numbered(np.column_stack((self.shape, self.ndim, self.itemsize, self.dtype == NO_TENSOR)))
+        alike, last, kind = np.bincount(kind)[kind], len(kind), kind.astype(np.int64)
+        for description, numbers, inventories in zip(self.described, self.number_in, self.of_ranks, strict=True):
+            chunks = np.bincount(description.key, minlength=len(numbers))
+            # A key that is alone of its kind needs no further comparison.
+            some = np.flatnonzero((alike[numbers] > 1) & (chunks > 0) & self.rows_of(description, numbers))
+            if not len(some):
+                continue
+            chunk, alone = np.searchsorted(description.key, some), (chunks[some] > 1) | (description.tie[some] >= 0)
+            of_key = np.where(alone, some, -1), description.any_rank[some], description.is_replica[some]
+            steps = {inventory.like.tobytes(): inventory.like[chunk] for inventory in inventories}.values()
+            _, number = numbered(np.column_stack((kind[numbers[some]], *of_key, description.sizes[chunk], *steps)))
+            kind[numbers[some]], last = last + number, last + len(some)
+            alike[numbers[some]] = np.bincount(number)[number]
+        first, number = numbered(kind[:, None])
+        return np.asarray(first[number])
 
-    def common_ties(self) -> dict[int, int]:
+    def spread(self, of: Column) -> tuple[Column, Column]:
+        """Return the rows of all keys, each with its key. The rows of keys alike are those of their first.
+
+        Args:
+            of: The key of each row, ascending.
+        """
+        counts = np.bincount(of, minlength=len(self.like))
+        starts, counts = starts_of(counts)[self.like], counts[self.like]
+        return ranges(starts, counts), np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+
+    def ties(self, rows: _Rows, writers: _Rows) -> dict[int, int]:
         """Return a dict from each tied key to the first key with the same memory.
 
         A pair counts only if both keys are tied on every rank that has a part of either.
+
+        Args:
+            writers: Those of the rows whose ranks may write.
         """
         # Equal counts of rows, of all rows and of possible writers, show that no rank has a part of one key alone.
-        return {
-            key: first
-            for key, first in self._ties.items()
-            if self._rows[key] == self._rows[first] and self._writers[key] == self._writers[first]
-        }
+        counts = [np.bincount(some.key, minlength=len(self.like))[self.like] for some in (rows, writers)]
+        ties = {}
+        for key in np.unique(rows.key[rows.tie >= 0]).tolist():
+            first, *others = set(rows.tie[slice(*np.searchsorted(rows.key, (key, key + 1)))].tolist())
+            if not others and all(count[key] == count[first] for count in counts):
+                ties[key] = first
+        return ties
 
     def _best_standing(self, count: int) -> Column:
         """Return for each key the standing of the entries that count.
@@ -326,20 +351,39 @@ class _Keys:
     def shape_of(self, number: int) -> tuple[int, ...]:
         return tuple(self.shape[number, : self.ndim[number]].tolist())
 
-    def table(self, key: Column, offsets: Column, sizes: Column) -> KeyColumns:
-        """Return the table with these boxes, which are sorted by key."""
+    def table(self, boxes: _Rows, box: Column, key: Column, cut: Column, offsets: Column, sizes: Column) -> KeyColumns:
+        """Return the table of the checkpoint.
+
+        Args:
+            boxes: The boxes of the keys that are the first alike.
+            box: The number of the box of each chunk.
+            key: The key of each chunk, ascending.
+            cut: The chunks with other ``offsets`` and ``sizes`` than their box.
+        """
         keys, paths, stored = list(self.numbers), self._paths, self.standing < _HIDDEN
         if not stored.all():
             keys = [key for key, number in self.numbers.items() if stored[number]]
             paths = {key: path for key, path in paths.items() if stored[self.numbers[key]]}
-        row = grid_begins(key, offsets, sizes, self.shape)
+        # A key with parts of boxes has boxes of its own, which follow those of all others.
+        is_cut = np.zeros(len(self.like), bool)
+        is_cut[key[cut]] = True
+        own = np.flatnonzero(is_cut[key])
+        of = np.where(is_cut, len(is_cut) - 1 + np.cumsum(is_cut), self.like)
+        number = np.concatenate((boxes.key, of[key[own]]))
+        offset, size = (np.concatenate((column, column[box[own]])) for column in (boxes.offsets, boxes.sizes))
+        at = len(boxes.key) + np.searchsorted(own, cut)
+        offset[at], size[at] = offsets, sizes
+        row = grid_begins(number, offset, size, np.concatenate((self.shape, self.shape[is_cut])))
+        counts = np.bincount(number[row], minlength=len(is_cut) + int(is_cut.sum()))
+        of = of[stored]
+        rows = ranges(starts_of(counts)[of], counts[of])
         columns = {
             "dtype": self.dtype[stored],
             "ndim": self.ndim[stored],
             "shape": ragged([self.shape[stored]], self.ndim[stored]),
-            "box_ends": np.cumsum(np.bincount(key[row], minlength=len(self.numbers))[stored]),
-            "box_count": np.diff(row, append=len(key)).astype(np.int32),
-            "box": ragged([offsets[row], sizes[row]], self.ndim[key[row]]),
+            "box_ends": np.cumsum(counts[of]),
+            "box_count": np.diff(row, append=len(number)).astype(np.int32)[rows],
+            "box": ragged([offset[row[rows]], size[row[rows]]], np.repeat(self.ndim[stored], counts[of])),
         }
         dtypes = [str(dtype).removeprefix("torch.") for dtype in self._dtypes]
         return KeyColumns(keys, dtypes, paths, columns)
@@ -347,7 +391,10 @@ class _Keys:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Sorted rows, one per chunk and rank; ``new`` marks the first row of each box."""
+    """Sorted rows, one per chunk and rank; ``new`` marks the first row of each box.
+
+    ``chunk`` is a position in the second result of :meth:`of`.
+    """
 
     key: Column
     rank: Column
@@ -360,37 +407,38 @@ class _Rows:
     new: Column
 
     @classmethod
-    def joined(cls, parts: Sequence[_Rows]) -> _Rows:
-        return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
+    def of(cls, keys: _Keys) -> tuple[_Rows, Column]:
+        """Return the rows of the keys that are the first alike, and numbers of chunks.
 
-    @classmethod
-    def of(cls, keys: _Keys, group: slice) -> _Rows:
-        """Return the rows of a group of keys."""
+        The number at a row's ``chunk`` is that of its chunk in the inventory of its rank. Behind it are the numbers for
+        the other keys alike, in the order of keys.
+        """
         columns: list[list[Column]] = []
-        of_descriptions = zip(keys.ranks.values(), keys.described, keys.number_in, keys.offsets, strict=True)
-        for ranks, description, numbers, offsets_of_ranks in of_descriptions:
-            numbers = numbers.astype(np.int32)
+        chunks, count = [np.empty(0, np.int32)], 0
+        of_descriptions = zip(keys.ranks.values(), keys.described, keys.number_in, keys.of_ranks, strict=True)
+        for ranks, description, numbers, inventories in of_descriptions:
+            chunk = np.flatnonzero(keys.rows_of(description, numbers)[description.key]).astype(np.int32)
+            key = numbers[description.key[chunk]].astype(np.int32)
+            order = np.lexsort((key, keys.like[key]))
+            chunks.append(chunk[order])
+            at = np.flatnonzero(keys.is_first[key[order]])
+            key, chunk, position = key[order[at]], chunk[order[at]], (count + at).astype(np.int32)
             # A tie of -1 (no tie) selects the -1 that is appended at the end.
-            tie = np.append(numbers, np.int32(-1))[description.tie]
-            is_chosen = keys.rows_of(description, numbers) & (numbers >= group.start) & (numbers < group.stop)
-            chunk = np.flatnonzero(is_chosen[description.key]).astype(np.int32)
-            key = description.key[chunk]
-            of_key = (column[key] for column in (description.any_rank, description.is_replica, tie))
-            described = (_widened(description.sizes, keys.width, 1)[chunk], numbers[key], chunk, *of_key)
+            tie = np.append(numbers.astype(np.int32), np.int32(-1))[description.tie]
+            of_key = (column[description.key[chunk]] for column in (description.any_rank, description.is_replica, tie))
+            described = (_widened(description.sizes, keys.width, 1)[chunk], key, position, *of_key)
             repeated = [np.repeat(column, len(ranks), axis=0) for column in described]
-            # Chunk by chunk, not rank by rank: this is the sorted order if all ranks hold the same keys in one order.
-            offsets = offsets_of_ranks.take(chunk, axis=1).transpose(1, 0, 2)
-            of_rank = np.tile(np.array(ranks, np.int32), len(chunk))
-            columns.append([of_rank, offsets.reshape(len(of_rank), keys.width), *repeated])
-        joined = columns[0] if len(columns) == 1 else map(np.concatenate, zip(*columns, strict=True))
-        rank, offsets, sizes, key, chunk, any_rank, is_replica, tie = joined
+            of_ranks = [_widened(inventory.offsets_of(chunk), keys.width, 0) for inventory in inventories]
+            # Chunk by chunk, as the repeated columns.
+            offsets = np.stack(of_ranks, axis=1).reshape(len(ranks) * len(chunk), keys.width)
+            columns.append([np.tile(np.array(ranks, np.int32), len(chunk)), offsets, *repeated])
+            count += len(order)
+        rank, offsets, sizes, key, position, any_rank, is_replica, tie = map(np.concatenate, zip(*columns, strict=True))
         start = flat_start(offsets, keys.shape, key)
-        rows = cls(key, rank, chunk, offsets, sizes, any_rank, is_replica, tie, np.empty(len(key), bool))
-        if not _sorted(key, start, rank):  # a pass per column, which spares the sort of rows that are in order
-            order = order_of(key, start, rank)
-            rows, start = rows.take(order), start[order]
-        new = (np.diff(rows.key, prepend=-1) != 0) | (np.diff(start, prepend=-1) != 0)
-        return replace(rows, new=new)
+        order = order_of(key, start, rank)
+        new = (np.diff(np.stack((key, start))[:, order], prepend=-1) != 0).any(axis=0)
+        of_rows = (key, rank, position, offsets, sizes, any_rank, is_replica, tie)
+        return cls(*(column[order] for column in of_rows), new), np.concatenate(chunks)
 
     def take(self, rows: Column) -> _Rows:
         """Return the selected rows."""
@@ -400,49 +448,26 @@ class _Rows:
             rows = np.flatnonzero(rows)
         return _Rows(*(getattr(self, field.name)[rows] for field in fields(self)))
 
-    def check(self, keys: _Keys, group: slice) -> None:
-        """Check that the ranks' boxes cover every tensor of the group, and that different boxes do not overlap."""
-        numbers = np.arange(group.start, group.stop)
-        starts = np.searchsorted(self.key, numbers)
-        ends = np.append(starts[1:], len(self.key))
-        for some in in_cache(numbers, ends - starts):  # their rows fit into the processor's cache
-            first, last = some[0] - group.start, some[-1] - group.start
-            self._check(keys, slice(some[0], some[-1] + 1), slice(starts[first], ends[last]))
-
-    def _check(self, keys: _Keys, key_range: slice, rows: slice) -> None:
-        """Check a range of keys and the rows of these keys."""
-        count, shape = key_range.stop - key_range.start, keys.shape[key_range]
-        key, new, sizes = self.key[rows] - key_range.start, self.new[rows], self.sizes[rows]
-        first = np.flatnonzero(new)
-        volumes = totals(product(sizes[first]), key[first], count)
-        same = in_all(sizes == sizes[first][np.cumsum(new) - 1])  # as in the first row of the same box
-        wrong = np.bincount(key[~same], minlength=count) > 0
-        wrong |= volumes != product(shape)
+    def check(self, keys: _Keys) -> None:
+        """Check that the ranks' boxes cover every tensor, and that different boxes do not overlap."""
+        count, first = len(keys.like), np.flatnonzero(self.new)
+        key, sizes = self.key[first], self.sizes[first]
+        volumes = totals(product(sizes), key, count)
+        same = in_all(self.sizes == sizes[np.cumsum(self.new) - 1])  # as in the first row of the same box
+        wrong = np.bincount(self.key[~same], minlength=count) > 0
+        wrong |= volumes != product(keys.shape)
         # Volumes alone would accept a hole that an overlap makes up for.
-        wrong |= ~partitioned(self.offsets[rows][first], sizes[first], shape, key[first], count)
-        wrong &= keys.dtype[key_range] != NO_TENSOR
+        wrong |= ~partitioned(self.offsets[first], sizes, keys.shape, key, count)
+        wrong &= (keys.dtype != NO_TENSOR) & keys.is_first
         if wrong.any():
-            worst = int(np.argmax(wrong))
-            number = key_range.start + worst
-            held, needed = volumes[worst] * keys.itemsize[number], shape[worst].prod() * keys.itemsize[number]
+            number = int(np.argmax(wrong))
+            held, needed = (volume * keys.itemsize[number] for volume in (volumes[number], keys.shape[number].prod()))
             raise CheckpointMismatch(
                 f"the ranks hold {held} bytes of {list(keys.numbers)[number]}, but its shape {keys.shape_of(number)} "
                 f"needs {needed}: a part is missing, or parts overlap. Is every rank of the mesh saving?"
             )
 
 
-def _sorted(*columns: Column) -> bool:
-    """Return whether rows are in ascending order of the columns; the first column is the primary key."""
-    # A row is in order if the first column rises, or if it stays and the columns behind it rise.
-    rising = np.ones(max(len(columns[0]) - 1, 0), bool)
-    for column in reversed(columns):
-        step = np.diff(column)
-        rising = (step > 0) | ((step == 0) & rising)
-    return bool(rising.all())
-
-
-_ROWS = 1 << 18
-"""Rows that are planned at a time."""
 _HIDDEN, _PARTLESS = 255, 254
 """Marks in place of a standing: no rank writes anything under the key; no rank has a part of the tensor."""
 

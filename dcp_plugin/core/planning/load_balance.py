@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from dcp_plugin.core.format.columns import Column, product, ranges
+from dcp_plugin.core.format.columns import product
 
 MIN_SPLIT = 1 << 18
 """Boxes of fewer bytes are not cut: an item costs about as much as writing 100 KiB."""
@@ -33,10 +33,7 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True)
 class HeldBoxes:
-    """Different boxes and their holders: ``ranks[first[i] : first[i] + count[i]]`` hold box ``i``, ascending.
-
-    ``ranks`` consists of these slices in the order of the boxes, and of nothing more.
-    """
+    """Different boxes and their holders: ``ranks[first[i] : first[i] + count[i]]`` hold box ``i``, ascending."""
 
     sizes: Ints
     itemsize: Ints
@@ -131,20 +128,10 @@ def assign(held: HeldBoxes, key_of_box: Ints, ties: Mapping[int, int], loads: In
         loads: Bytes that each rank writes of other boxes.
         max_bytes: Bytes of the largest part.
     """
-    parts = _balance_without(held, np.isin(key_of_box, list(ties)), loads, max_bytes)
-    return _with_ties(parts, key_of_box, ties)
-
-
-def _balance_without(held: HeldBoxes, skipped: Column, loads: Ints, max_bytes: int) -> BoxParts:
-    """Balance all boxes that ``skipped`` does not mark."""
-    if not skipped.any():
-        return balance_load(held, loads, max_bytes)
-    kept = np.flatnonzero(~skipped)
-    count = held.count[kept]
-    ranks = held.ranks[ranges(held.first[kept], count)]
-    fewer = HeldBoxes(held.sizes[kept], held.itemsize[kept], np.cumsum(count) - count, count, ranks)
+    kept = np.flatnonzero(~np.isin(key_of_box, list(ties)))
+    fewer = HeldBoxes(held.sizes[kept], held.itemsize[kept], held.first[kept], held.count[kept], held.ranks)
     parts = balance_load(fewer, loads, max_bytes)
-    return BoxParts(kept[parts.box], parts.holder, parts.offsets, parts.sizes)
+    return _with_ties(BoxParts(kept[parts.box], parts.holder, parts.offsets, parts.sizes), key_of_box, ties)
 
 
 def _with_ties(parts: BoxParts, key_of_box: Ints, ties: Mapping[int, int]) -> BoxParts:
@@ -203,14 +190,15 @@ def balance_load(held: HeldBoxes, loads: Ints, max_bytes: int) -> BoxParts:
 
 def _tapes(held: HeldBoxes, world_size: int) -> Iterator[Ints]:
     """Yield groups of boxes that the same ranks hold, fewest holders first, without boxes of a single holder."""
-    # Each rank has a random 64-bit number. Sets of ranks count as equal if the sums of their numbers are. The sums cost
-    # one numpy pass over the ranks; comparing the sets would cost a Python loop over the boxes.
+    # Each rank has a random 64-bit number. Sets of ranks count as equal if the sums of their numbers are. The sums are
+    # differences of running sums; comparing the sets would cost a Python loop over the boxes.
     shared = np.flatnonzero(held.count > 1)
     if not len(shared):
         return
     numbers = np.random.default_rng(0).integers(0, 1 << 63, world_size, dtype=np.uint64)
-    signature = np.add.reduceat(numbers[held.ranks], held.first)[shared]
-    count = held.count[shared]
+    first, count = held.first[shared], held.count[shared]
+    running = np.append(np.uint64(0), np.cumsum(numbers[held.ranks]))
+    signature = running[first + count] - running[first]
     order = np.lexsort((signature, count))
     changes = (np.diff(signature[order]) != 0) | (np.diff(count[order]) != 0)
     yield from np.split(shared[order], np.flatnonzero(changes) + 1)

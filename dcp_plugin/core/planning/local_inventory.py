@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import zlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -20,8 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp_plugin.core.format.columns import NO_TENSOR, Column, KeyPath, filled_rows, unusual_paths
+from dcp_plugin.core.format.columns import NO_TENSOR, Column, KeyPath, filled_rows, numbered, unusual_paths
 from dcp_plugin.core.format.keys import as_stored
+from dcp_plugin.core.ranks.collectives import pack, unpack
 from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS, memory_of
 from dcp_plugin.core.types import EncodedValue, Flat, LocalChunk, ShardedValue, Standing
 
@@ -93,25 +93,37 @@ class Description:
 
 @dataclass(frozen=True, eq=False)
 class LocalInventory:
-    """The chunks that one rank holds: a description, and the offsets of every chunk."""
+    """The chunks that one rank holds: a description, and the offsets of every chunk.
+
+    Offsets are multiples of the chunk's sizes, and remainders. On a mesh most chunks of a rank have the same ones. A
+    row of ``steps`` has multiples, and behind them the remainders. ``like`` has the number of each chunk's row.
+    """
 
     description: Description
-    offsets: Column
+    like: Column
+    steps: Column
+
+    @functools.cached_property
+    def offsets(self) -> Column:
+        return self.offsets_of(np.arange(len(self.like)))
+
+    def offsets_of(self, chunks: Column) -> Column:
+        """Return the offsets of some chunks."""
+        times, remainders = np.split(self.steps[self.like[chunks]], 2, axis=1)
+        return np.asarray(times * np.maximum(self.description.sizes[chunks], 1) + remainders)
 
     @functools.cached_property
     def digest(self) -> bytes:
-        return hashlib.blake2b(self.description.digest + self.offsets.tobytes(), digest_size=16).digest()
+        columns = self.like.tobytes() + self.steps.tobytes()
+        return hashlib.blake2b(self.description.digest + columns, digest_size=16).digest()
 
     def pack_offsets(self) -> bytes:
         """Compress the offsets."""
-        # Multiples of the sizes, and remainders: on a regular mesh all remainders are 0, and the multiples are alike.
-        return zlib.compress(np.stack(np.divmod(self.offsets, np.maximum(self.description.sizes, 1))).tobytes())
+        return pack((self.like, self.steps))
 
     @classmethod
     def unpack(cls, description: Description, packed: bytes) -> LocalInventory:
-        sizes = description.sizes
-        times, remainders = np.frombuffer(zlib.decompress(packed), np.int64).reshape(2, *sizes.shape)
-        return cls(description, times * np.maximum(sizes, 1) + remainders)
+        return cls(description, *unpack(packed))
 
     @classmethod
     def of_state(cls, state: Flat, paths: dict[str, KeyPath], holds: Holdings | None = None) -> LocalInventory:
@@ -172,7 +184,9 @@ class LocalInventory:
             np.array(chunk_keys, np.int64),
             filled_rows(sizes, width, 1),
         )
-        return cls(description, filled_rows(offsets, width, 0))
+        steps = np.hstack(np.divmod(filled_rows(offsets, width, 0), np.maximum(description.sizes, 1)))
+        first, like = numbered(steps)
+        return cls(description, like, steps[first])
 
 
 def ties_of(state: Flat) -> dict[str, str]:

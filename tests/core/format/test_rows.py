@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ from dcp_plugin.core.planning.global_plan import make_global_plan
 from dcp_plugin.core.planning.local_inventory import LocalInventory
 from dcp_plugin.core.planning.save import in_table_order
 from dcp_plugin.core.types import EncodedValue, LocalChunk, ShardedValue
+from dcp_plugin.errors import CheckpointCorrupt
 
 sizes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=2, max_size=2)
 
@@ -115,6 +117,15 @@ def test_a_tensor_of_a_mesh_takes_a_row_and_reads_as_if_each_chunk_had_one() -> 
         assert (chunk.location.file, chunk.location.offset) == (f"__{rank}_0", begin)
         assert chunk.location.hashes is not None and chunk.location.hashes.tolist() == [rank * 100 + begin]
     assert index.payload_bytes == 9 + 5 * 12 * 32
+
+
+def test_a_row_with_several_items_in_one_file_is_refused() -> None:
+    index = _index(4, 3, 5)
+    index.columns["file_step"][-1] = 0
+    index.files = dict.fromkeys(index.files, 1 << 10)
+    data = index_file.encode(index)
+    with pytest.raises(CheckpointCorrupt, match="several items in one file"):
+        index_file.decode(data, fingerprint(data), "the index")
 
 
 def test_metadata_has_every_chunk_that_a_row_stands_for(tmp_path: Path) -> None:

@@ -244,6 +244,50 @@ def test_any_layout_is_written_once_by_ranks_that_hold_it(
 
 
 @settings(deadline=None)
+@given(st.data(), st.integers(1, 4), st.sampled_from([1, 1 << 14]))
+def test_keys_with_the_same_boxes_have_a_plan_of_their_own(data: st.DataObject, world_size: int, wide: int) -> None:
+    """Keys of few layouts, in another order on each rank; some tied, and some boxes on several ranks or to be cut."""
+    of_key = data.draw(st.lists(st.sampled_from([(1, 0), (2, 0), (2, 1), (4, 0)]), min_size=1, max_size=8))
+    memory, states = torch.zeros(1), list[dict[str, Any]]()
+    for rank in range(world_size):
+        state: dict[str, Any] = {"value": EncodedValue(b"1")} if rank else {}
+        for number in data.draw(st.permutations(range(len(of_key)))):
+            rows, shift = of_key[number]
+            cells = min(world_size, 4 // rows)  # a rank has one cell if there are enough ranks
+            boxes = [((rows * at, 0), (rows, 4 * wide)) for at in range(4 // rows) if (at + shift - rank) % cells == 0]
+            tensor = memory if data.draw(st.booleans()) else torch.zeros(1)
+            chunks = tuple(LocalChunk(*box, tensor.expand(box[1])) for box in boxes)
+            if chunks or data.draw(st.booleans()):
+                state[f"t{number}"] = ShardedValue((4, 4 * wide), torch.float32, chunks, any_rank=number % 3 > 0)
+        states.append(state)
+    inventories = [LocalInventory.of_state(state, {}) for state in states]
+    plan = make_global_plan(inventories)
+    assert sorted(plan.table.keys) == sorted({key for state in states for key in state})
+    for slot, key in enumerate(plan.table.keys):
+        offsets, sizes = plan.table.boxes_of(slot)
+        assert partitioned(offsets, sizes, np.array([plan.table.shape_of(slot)]), np.zeros(len(sizes), int), 1).all()
+        for row, offset, size in zip(itertools.count(plan.table.chunk_starts[slot]), offsets, sizes, strict=False):
+            described, at = inventories[plan.rank[row]].description, plan.chunk[row]
+            begin, ndim = inventories[plan.rank[row]].offsets[at], len(offset)
+            assert described.keys[described.key[at]] == key
+            assert (begin[:ndim] <= offset).all() and (offset + size <= (begin + described.sizes[at])[:ndim]).all()
+            assert row in plan.cut or size.tolist() == described.sizes[at][:ndim].tolist()
+    shares = plan.shares(world_size)
+    assert [len(share.chunk) for share in shares] == np.bincount(plan.rank, minlength=world_size).tolist()
+
+
+def test_a_hole_is_found_in_a_key_whose_offsets_are_those_of_a_complete_key() -> None:
+    def state(rank: int) -> dict[str, Any]:
+        chunks = {
+            key: LocalChunk((2 * rank, 0), (2, width), torch.zeros(2, width)) for key, width in (("a", 4), ("b", 3))
+        }
+        return {key: ShardedValue((4, 4), torch.float32, (chunk,)) for key, chunk in chunks.items()}
+
+    with pytest.raises(CheckpointMismatch, match="48 bytes of b"):
+        make_global_plan([LocalInventory.of_state(state(rank), {}) for rank in range(2)])
+
+
+@settings(deadline=None)
 @given(cuts, cuts, st.data())
 def test_boxes_that_overlap_or_leave_holes_are_found_whatever_they_add_up_to(
     rows: list[int], columns: list[int], data: st.DataObject
