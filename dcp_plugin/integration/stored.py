@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from dcp_plugin.core.errors import UnsafeCheckpoint, some
-from dcp_plugin.core.format.index import MAPPING_CLASSES, Entry, Location, StoredTensor, StoredValue
+from dcp_plugin.core.format.index import MAPPING_CLASSES, Entry, Location, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.core.format.keys import encode_state, flatten, of_class_of
 from dcp_plugin.core.format.keys import holds_sharded as holds_sharded
 from dcp_plugin.core.format.values import encode as encode
@@ -152,7 +152,7 @@ def refuse_unstorable(state: Mapping[str, Any], allow_pickle: tuple[str, ...]) -
 def entries_of(values: Mapping[str, Any]) -> dict[str, Entry]:
     """Return the entries that a checkpoint with these values would have, for
     :func:`dcp_plugin.core.state.load_into`."""
-    no_location = StoredValue(Location("", 0, 0, None, 0))
+    no_location = StoredValue((StoredChunk((), (), Location("", 0, 0, None, 0)),))
     return {
         key: StoredTensor(value.dtype, tuple(value.shape), ()) if isinstance(value, torch.Tensor) else no_location
         for key, value in values.items()

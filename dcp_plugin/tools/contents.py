@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import repeat
@@ -20,7 +20,7 @@ import numpy as np
 from xxhash import xxh3_64_hexdigest
 
 from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointIncomplete, as_html, size, some
-from dcp_plugin.core.format.index import NO_TENSOR, Entry, KeyColumns, StoredChunk, StoredTensor, StoredValue
+from dcp_plugin.core.format.index import NO_TENSOR, KeyColumns, StoredChunk, StoredTensor
 from dcp_plugin.core.interrupts import collector_paused
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.core.records import OpenCheckpoint
@@ -143,13 +143,9 @@ def _damaged(opened: OpenCheckpoint) -> dict[str, str]:
     return {
         key: reasons[place.location.file]
         for key in (opened.index if reasons else ())
-        for place in _places(opened.index[key])
+        for place in opened.index[key].chunks
         if place.location.file in reasons
     }
-
-
-def _places(entry: Entry) -> Sequence[StoredChunk]:
-    return [StoredChunk((), (), entry.location)] if isinstance(entry, StoredValue) else entry.chunks
 
 
 @collector_paused()
@@ -343,7 +339,7 @@ def chunks(path: PathLike, include: Globs = (), storage_options: StorageOptions 
     with closing(open_checkpoint(as_path(path, storage_options), check=True)) as opened:
         listed = []
         for key in select(opened.index, include, (), opened.path):
-            listed += [_chunk(key, chunk) for chunk in _places(opened.index[key])]
+            listed += [_chunk(key, chunk) for chunk in opened.index[key].chunks]
     return listed
 
 

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from dcp_plugin.core.errors import CheckpointError, CheckpointNotFound, CheckpointUnreadable, as_html, size, some
-from dcp_plugin.core.format.index import StoredValue
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.core.ranks.collectives import name_of
 from dcp_plugin.core.runs.catalog import MOST_LOOKS, checkpoints_below
@@ -133,7 +132,7 @@ def _verified(reader: CheckpointReader, io_threads: int, progress: Progress | No
     lengths: dict[tuple[str, int], int] = {}
     unverified = []
     for key, entry in reader.index.items():
-        places = [entry.location] if isinstance(entry, StoredValue) else [chunk.location for chunk in entry.chunks]
+        places = [chunk.location for chunk in entry.chunks]
         for place in places:
             lengths.setdefault((place.file, place.offset), place.length)
         if any(place.hashes is None for place in places):

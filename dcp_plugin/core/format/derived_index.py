@@ -39,14 +39,13 @@ def index_of(
         if isinstance(entry, StoredValue):
             dtype.append(NO_TENSOR)
             ndim.append(0)
-            locations.append(entry.location)
         else:
             dtype.append(dtype_names.setdefault(str(entry.dtype).removeprefix("torch."), len(dtype_names)))
             ndim.append(len(entry.shape))
             shape.extend(entry.shape)
-            for chunk in entry.chunks:
-                box.extend((*chunk.offsets, *chunk.sizes))
-                locations.append(chunk.location)
+        for chunk in entry.chunks:
+            box.extend((*chunk.offsets, *chunk.sizes))
+            locations.append(chunk.location)
         chunk_ends.append(len(locations))
     columns: dict[str, Column] = {
         "dtype": np.array(dtype, np.uint8),

@@ -127,7 +127,8 @@ class StoredTensor:
 class StoredValue:
     """Value that is no tensor, stored as ``torch.save`` bytes."""
 
-    location: Location
+    chunks: Sequence[StoredChunk]
+    """One, without dimensions."""
 
 
 Entry = StoredTensor | StoredValue
@@ -135,8 +136,7 @@ Entry = StoredTensor | StoredValue
 
 def places_of(entry: Entry) -> tuple[tuple[str, int], ...]:
     """Return file and offset of each item of an entry. Tied weights have the same."""
-    locations = [chunk.location for chunk in entry.chunks] if isinstance(entry, StoredTensor) else [entry.location]
-    return tuple((location.file, location.offset) for location in locations)
+    return tuple((chunk.location.file, chunk.location.offset) for chunk in entry.chunks)
 
 
 class CheckpointIndex(Mapping[str, Entry]):
@@ -195,7 +195,7 @@ class CheckpointIndex(Mapping[str, Entry]):
         if (entry := self._entries.get(key)) is None:
             slot = self.slots[key]
             if (dtype := self.table.dtype_of(slot)) is None:
-                entry = StoredValue(self.places.location(int(self.table.chunk_starts[slot])))
+                entry = StoredValue(_Chunks(self, slot))
             else:
                 entry = StoredTensor(dtype, self.table.shape_of(slot), _Chunks(self, slot))
             self._entries[key] = entry

@@ -56,7 +56,7 @@ def metadata_of(index: CheckpointIndex, storage_meta: StorageMeta | None = None)
     for key in state:
         entry = index[key]
         if isinstance(entry, StoredValue):
-            storage[MetadataIndex(key)] = storage_info(entry.location)
+            storage[MetadataIndex(key)] = storage_info(entry.chunks[0].location)
         else:
             storage |= {MetadataIndex(key, torch.Size(c.offsets)): storage_info(c.location) for c in entry.chunks}
     planner_data = (
@@ -88,7 +88,7 @@ def entries_of(metadata: Metadata, places: Mapping[MetadataIndex, Location]) -> 
     """
     for key, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, BytesStorageMetadata):
-            yield key, StoredValue(places[MetadataIndex(key)])
+            yield key, StoredValue((StoredChunk((), (), places[MetadataIndex(key)]),))
         else:
             located = ((c, places[MetadataIndex(key, c.offsets)]) for c in stored.chunks)
             chunks = tuple(StoredChunk(tuple(c.offsets), tuple(c.sizes), location) for c, location in located)

@@ -81,4 +81,4 @@ def _planned(key: str, match: Match, index: CheckpointIndex) -> PlannedItem:
     if isinstance(entry, StoredTensor):
         dtype = str(entry.dtype).removeprefix("torch.")
         return PlannedItem(key, stored, entry.shape, dtype, wanted, prod(entry.shape) * entry.dtype.itemsize)
-    return PlannedItem(key, stored, None, "", wanted, entry.location.length)
+    return PlannedItem(key, stored, None, "", wanted, entry.chunks[0].location.length)

@@ -130,7 +130,7 @@ class ReadPlanner:
 
 def decoded(
     plan: ReadPlan,
-    data: Mapping[str, bytes | bytearray],
+    data: Mapping[str, bytes | bytearray | memoryview],
     allow_pickle: tuple[str, ...] = (),
     notes: list[str] | None = None,
 ) -> dict[str, Any]:

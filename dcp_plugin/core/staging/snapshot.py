@@ -101,7 +101,7 @@ class Snapshot:
                 if plain := type(leaf) in EXACTLY_TENSORS:
                     leaf = memory[0]  # detached: it keeps this memory if code assigns other memory to .data
                 # Without a version counter (inference tensors) a write during the later copy could not be detected.
-                if is_stable and None not in (versions := _versions_of(leaf, memory)):
+                if is_stable and None not in (versions := (version_of(leaf),) if plain else _versions_of(leaf, memory)):
                     self._later.append(_Later(key, leaf, memory, versions))
                 elif plain and _is_memory(leaf):
                     now[key] = leaf
@@ -250,8 +250,6 @@ def _is_memory(tensor: torch.Tensor) -> bool:
 def _versions_of(leaf: Any, memory: tuple[torch.Tensor, ...]) -> tuple[int | None, ...]:
     """Return the version counters of a tensor. A DTensor counts in-place operations on itself, so its own counter is
     included."""
-    if type(leaf) in EXACTLY_TENSORS:
-        return (version_of(leaf),)
     if isinstance(leaf, DTensor):
         memory = (*memory, leaf)
     elif isinstance(leaf, ShardedValue) and leaf.origin is not None:
@@ -274,7 +272,7 @@ class _Sample:
         groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
         for pending in later:
             for tensor in pending.memory:
-                if _has_no_gaps(tensor):
+                if (count := tensor.numel()) and (tensor.is_contiguous() or _extent(tensor) == count):  # without gaps
                     groups.setdefault((tensor.device, tensor.dtype), []).append((pending.key, tensor))
         self._groups = [
             (_OnHost if device.type == "cpu" else _OnDevice)([key for key, _ in group], [tensor for _, tensor in group])
@@ -293,13 +291,13 @@ class _OnHost:
     def __init__(self, keys: list[str], tensors: list[torch.Tensor]) -> None:
         self._keys, self._tensors = keys, tensors
         # A row for each tensor: the byte offsets of elements at equal distances, from the first to the last.
-        last = np.fromiter((tensor.numel() - 1 for tensor in tensors), np.int64)
+        last = np.array([tensor.numel() - 1 for tensor in tensors], np.int64)
         self._elements = np.arange(_SAMPLES) * last[:, None] // (_SAMPLES - 1) * tensors[0].itemsize
         self._addresses = self._now()
         self._before = self._read()
 
     def _now(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        return np.fromiter((tensor.data_ptr() for tensor in self._tensors), np.int64)
+        return np.array([tensor.data_ptr() for tensor in self._tensors], np.int64)
 
     def _read(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         return bytes_at(self._addresses[:, None] + self._elements, self._tensors[0].itemsize)
@@ -337,11 +335,6 @@ def _samples_of(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.itemsize == 1:  # torch.cat knows few of the dtypes of one byte on a device
         tensor = tensor.view(torch.uint8)
     return tensor.as_strided((samples,), ((count - 1) // (samples - 1) if samples > 1 else 1,))
-
-
-def _has_no_gaps(tensor: torch.Tensor) -> bool:
-    count = tensor.numel()
-    return count > 0 and (tensor.is_contiguous() or _extent(tensor) == count)
 
 
 def _extent(tensor: torch.Tensor) -> int:

@@ -263,7 +263,8 @@ class TreeAdapter(StateAdapter):
         self._paths: dict[str, KeyPath] = {}
         self._empty: dict[str, Any] = {}
         """Empty mappings that the object has now and for which the checkpoint has no key: stock never stores them."""
-        self._order: list[str] = []
+        self._current: dict[str, Any] = {}
+        """Leaves of the data to replace, by key."""
 
     @property
     def is_shared(self) -> bool:
@@ -296,7 +297,7 @@ class TreeAdapter(StateAdapter):
         current, current_paths = flatten_tree(content, walked_as_stored(stored))
         # A checkpoint may lack an empty mapping: stock stores no key for it.
         needed = {key: value for key, value in current.items() if key in stored or not is_empty_mapping(value)}
-        self._order = list(current)
+        self._current = current
         wanted = Wanted(missing=self.missing(needed, stored), saved_empty=not needed and not stored)
         self._empty = {
             key: value for key, value in current.items() if key not in needed and not has_keys_below(key, stored)
@@ -353,7 +354,7 @@ class TreeAdapter(StateAdapter):
         if not self._empty:
             return filled
         both = filled | self._empty
-        return {key: both[key] for key in self._order if key in both} | both
+        return {key: both[key] for key in self._current if key in both} | both
 
 
 def _has_items(value: Any) -> bool:
@@ -448,10 +449,7 @@ class MappingAdapter(TreeAdapter):
 
     def check(self, values: Mapping[str, Any], strict: bool) -> None:
         for key, value in values.items() if strict else ():
-            path = self._paths[key]
-            holder = _holder_of(self._value, path)
-            current = self._value if not path else None if holder is None else holder[step_of(path[-1])]
-            require_names(join(self.name, key), current, value)
+            require_names(join(self.name, key), self._current.get(key), value)
 
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> None:
         if not isinstance(self._value, MutableMapping):

@@ -181,7 +181,7 @@ def flatten_optimizer(nested: Nested | OwnLayout) -> Any:
         return nested
     state = nested["state"]
     slots = [key for fqn, names in _runs(state) for key in _keys("state", fqn, names)]
-    flat = dict(zip(slots, (value for slots in state.values() for value in slots.values()), strict=True))
+    flat = dict(zip(slots, [value for slots in state.values() for value in slots.values()], strict=True))
     for group in nested["param_groups"]:
         names, fields = tuple(group["params"]), fields_of(group)
         # The keys are ordered by parameter, so the values of the group repeat for each.

@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from dcp_plugin.core.state.names import is_list_of, named_modules
-from dcp_plugin.core.tensors._torch import DTensor, is_tensor
+from dcp_plugin.core.tensors._torch import DTensor
 from dcp_plugin.core.tensors._torch_modules import own_buffers, own_parameters
 from dcp_plugin.core.types import ShardedValue
 
@@ -38,23 +38,24 @@ class StepStableMemory:
     def __init__(self, objects: Iterable[Any]) -> None:
         self.modules: list[nn.Module] = []
         """Modules with parameters of their own: a load into one of them changes step-stable memory."""
-        self._slots: dict[int, torch.Tensor] = {}
+        self._slots: dict[int, Any] = {}
         trained: set[int] = set()
         self._unstable: set[int] = set()
         for object_ in objects:
             if isinstance(object_, nn.Module):
                 children = [child for _, child in named_modules(object_)]
-                self.modules += [child for child in children if next(own_parameters(child), None) is not None]
+                self.modules += [child for child in children if own_parameters(child)]
                 parameters = [parameter for child in children for _, parameter in own_parameters(child)]
-                trained.update(_memory(parameter for parameter in parameters if parameter.requires_grad))
+                trained.update(_memory([parameter for parameter in parameters if parameter.requires_grad]))
                 unstable = [parameter for parameter in parameters if not parameter.requires_grad]
                 unstable += [
                     parameter for c in children if isinstance(c, AveragedModel) for parameter in c.parameters()
                 ]
-                self._unstable.update(_memory((*unstable, *(b for child in children for _, b in own_buffers(child)))))
+                self._unstable.update(_memory([*unstable, *(b for child in children for _, b in own_buffers(child))]))
             elif isinstance(object_, torch.optim.Optimizer):
-                slots = (slot for slots in object_.state.values() for slot in _tensors(slots))
-                self._slots.update((id(slot), slot) for slot in slots)
+                for slots in object_.state.values():
+                    if isinstance(slots, Mapping):
+                        self._slots |= {id(slot): slot for slot in slots.values() if slot is not None}
         self._unstable.add(0)  # the address of tensors without memory
         self._stable = trained - self._unstable
 
@@ -66,10 +67,10 @@ class StepStableMemory:
         memory_addresses = iter(_addresses([tensor for tensors in memory for tensor in tensors]))
         return [
             self._unstable.isdisjoint(addresses)
-            if id(leaf.origin if isinstance(leaf, ShardedValue) else leaf) in self._slots
+            if id(leaf.origin if type(leaf) is ShardedValue else leaf) in self._slots
             else self._stable.issuperset(addresses)
             for leaf, addresses in zip(
-                leaves, (list(itertools.islice(memory_addresses, len(tensors))) for tensors in memory), strict=True
+                leaves, [list(itertools.islice(memory_addresses, len(tensors))) for tensors in memory], strict=True
             )
         ]
 
@@ -85,11 +86,7 @@ def live_objects(state: Mapping[Any, Any]) -> Iterator[Any]:
             yield from value
 
 
-def _tensors(slots: Any) -> Iterator[torch.Tensor]:
-    return (slot for slot in slots.values() if is_tensor(slot)) if isinstance(slots, Mapping) else iter(())
-
-
-def _memory(tensors: Iterable[Any]) -> list[int]:
+def _memory(tensors: list[Any]) -> list[int]:
     with torch.no_grad():  # to_local() then returns the memory of a DTensor itself, without a view
         return _addresses([tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors])
 

@@ -203,14 +203,6 @@ def of_item(key: str, location: Location, take: Callable[[bytearray], None], blo
     return OpaqueItem(key, replace(location, payload_offset=0), [(0, location.length)], block, take)
 
 
-def of_value(key: str, location: Location, block: int | None) -> tuple[Fetch, bytearray]:
-    """Return the fetch of a value, and the memory that it fills. An item of unknown layout is read completely."""
-    if location.payload_offset is None:
-        location = replace(location, payload_offset=0, payload_length=location.length)
-    memory = bytearray(location.payload_length)
-    return IntoMemory(key, location, [(0, len(memory))], block, 0, memoryview(memory)), memory
-
-
 def of_box(
     key: str,
     chunk: StoredChunk,

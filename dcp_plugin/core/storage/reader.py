@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Self
 
+import numpy as np
 import torch
 
 from dcp_plugin.core.errors import CheckpointError, CheckpointMismatch, UnsafeCheckpoint, logger
-from dcp_plugin.core.format.index import CheckpointIndex, Location, StoredChunk, StoredTensor, StoredValue
+from dcp_plugin.core.format.columns import ranges
+from dcp_plugin.core.format.index import CheckpointIndex, Location, StoredChunk, StoredTensor
 from dcp_plugin.core.format.payload import block_size
 from dcp_plugin.core.format.summary import Summary
 from dcp_plugin.core.format.values import encode
@@ -166,7 +168,7 @@ class CheckpointReader:
         except OSError as error:
             raise gone_or_damaged(self.open().files, f"cannot open {error.filename}", error) from error
 
-    def read(self, plan: ReadPlan) -> dict[str, bytes | bytearray]:
+    def read(self, plan: ReadPlan) -> dict[str, bytes | bytearray | memoryview]:
         """Fill the targets of a plan, and return the bytes of its values by key in the checkpoint.
 
         Raises:
@@ -196,26 +198,18 @@ class CheckpointReader:
                 wholes.append(box)
             else:
                 fetches += self._fetches(box, box.read.target)
-        entries = {key: index[key] for key in plan.values.values()}  # an entry has its location already
-        locations = {
-            key: entry.location if isinstance(entry, StoredValue) else entry.chunks[0].location
-            for key, entry in entries.items()
-        }
-        values: dict[tuple[str, int], bytearray] = {}
-        for key, location in locations.items():
-            place = location.file, location.offset
-            if key not in index.values_here and place not in values:  # equal values share an item
-                fetch_of_value, values[place] = fetch.of_value(key, location, self._block(location))
-                fetches.append(fetch_of_value)
+        reads, values = self._values([key for key in plan.values.values() if key not in index.values_here])
         finish_device_work(read.target for read in plan.boxes)
-        self._read(fetches, chunks)
+        self._read(fetches, [*chunks, *reads])
         for box in wholes:  # one at a time in this thread: their classes may run code of their own
             self._fill(box, box.read.target)
         if scaled:
             from dcp_plugin.core.storage.dequantize import read_scaled  # only for folders of other tools
 
             read_scaled(self.index, scaled, self.read)
-        return {key: self._value(key, location, values) for key, location in locations.items()}
+        if index.transforms or index.values_here:
+            return {key: self._value(key, values) for key in plan.values.values()}
+        return values
 
     def item(self, key: str) -> bytes:
         """Return all bytes of a value, or of a tensor that is one item, after checking them.
@@ -240,10 +234,32 @@ class CheckpointReader:
     def _files_of(self, plan: ReadPlan, keys: Iterable[str] = ()) -> set[str]:
         """Return the files of a plan and of some keys. Columns have them, without an object for a chunk."""
         index, rows = self.index, [read.number for read in itertools.chain(plan.boxes, plan.chunks)]
-        for key in itertools.chain(plan.values.values(), keys):
-            rows += index.rows_of(key)
-        _, numbers = index.places.rows_of(rows)
+        slots = np.array([index.slots[key] for key in itertools.chain(plan.values.values(), keys)], np.int64)
+        starts = index.table.chunk_starts[slots]
+        of_keys = ranges(starts, index.table.chunk_starts[slots + 1] - starts)
+        _, numbers = index.places.rows_of(np.concatenate((np.array(rows, np.int64), of_keys)))
         return {index.file_names[number] for number in set(numbers.tolist())}
+
+    def _values(self, keys: list[str]) -> tuple[list[BoxRead], dict[str, bytes | bytearray | memoryview]]:
+        """Return the reads of values, and the memory of each that they fill. Equal values share an item."""
+        index, of_place = self.index, dict[tuple[int, int], int]()
+        chunks = index.table.chunk_starts[np.array([index.slots[key] for key in keys], np.int64)]
+        row, file = index.places.rows_of(chunks)
+        place = index.columns["place"][row]
+        at_places = list(zip(file.tolist(), place[:, 0].tolist(), strict=True))
+        first = [of_place.setdefault(at, number) for number, at in enumerate(at_places)]
+        alone = list(of_place.values())
+        lengths = reading.lengths_in(place[alone]).tolist()
+        # One allocation that is divided: one for each of thousands of values would take longer.
+        memory, ends = np.empty(sum(lengths), np.uint8), itertools.accumulate(lengths)
+        targets = torch.split(torch.from_numpy(memory), lengths)
+        reads = [
+            BoxRead(keys[number], chunk, target, (0,), (length,))
+            for number, chunk, target, length in zip(alone, chunks[alone].tolist(), targets, lengths, strict=True)
+        ]
+        view = memoryview(memory)
+        filled = {n: view[end - length : end] for n, length, end in zip(alone, lengths, ends, strict=True)}
+        return reads, {key: filled[number] for key, number in zip(keys, first, strict=True)}
 
     def _box(self, read: BoxRead) -> _Box:
         entry = self.index[read.key]
@@ -268,9 +284,9 @@ class CheckpointReader:
         pairs = zip(boxes, map(self._layouts.get, places), strict=True)
         return [box if chunk is None else box._replace(chunk=chunk) for box, chunk in pairs]
 
-    def _value(self, key: str, location: Location, values: dict[tuple[str, int], bytearray]) -> bytes | bytearray:
-        if key not in self.index.values_here:
-            return self._plain(values[location.file, location.offset], location)
+    def _value(self, key: str, values: Mapping[str, bytes | bytearray | memoryview]) -> bytes | bytearray | memoryview:
+        if key in values:
+            return self._plain(bytes(values[key]), self.index[key].chunks[0].location)
         from dcp_plugin.core.format.foreign.torch_file import RefusedValue  # only such files have values in their index
 
         value = self.index.values_here[key]
@@ -330,7 +346,7 @@ class CheckpointReader:
     def _transforms(self, location: Location) -> tuple[str, ...]:
         return self.index.transforms.get((location.file, location.offset), ())
 
-    def _plain(self, item: bytearray, location: Location) -> bytes | bytearray:
+    def _plain(self, item: bytes, location: Location) -> bytes | bytearray | memoryview:
         """Return an item without its stream transforms."""
         if not (transforms := self._transforms(location)):
             return item

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from dcp_plugin.core.errors import CheckpointCorrupt
-from dcp_plugin.core.format.columns import ranges
+from dcp_plugin.core.format.columns import Column, ranges
 from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.payload import BlockHashes, Frame, block_size, hashes_in
 from dcp_plugin.core.media import RangedFile, Readable, ReadCost, bytes_behind, first_bytes, stretches
@@ -200,7 +200,7 @@ def batches_of_chunks(
     rows = rows[order]
     in_order = [chunks[at] for at in order.tolist()]
     number, place = file[order], index.columns["place"][row[order]]
-    lengths, begins = place[:, 3], place[:, 0] + place[:, 2]
+    lengths, begins = lengths_in(place), place[:, 0] + np.maximum(place[:, 2], 0)
     ends = begins + lengths
     gaps = begins[1:] - ends[:-1]
     apart = [True, *((number[1:] != number[:-1]) | (gaps < 0) | (gaps > cost.gap)).tolist()]
@@ -217,6 +217,11 @@ def batches_of_chunks(
             of_chunks = [hashes[stops[row] : stops[row + 1]] for row in range(first, at)]
             yield BatchOfChunks(index, name, begin_of[part], in_order[part], of_chunks)
             first = at
+
+
+def lengths_in(place: Column) -> Column:
+    """Return the bytes to read of each item: the payload, or the complete item if its layout is unknown."""
+    return np.where(place[:, 2] < 0, place[:, 1], place[:, 3])
 
 
 def _with_gaps(parts: Sequence[Part]) -> list[memoryview]:

@@ -67,14 +67,14 @@ def refuse_deepspeed(name: str, value: Any) -> Any:
     return value
 
 
-def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return ``named_parameters(recurse=False)`` in a tenth of the time: a save calls it several times per module."""
-    return ((name, parameter) for name, parameter in module._parameters.items() if parameter is not None)
+    return [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
 
 
-def own_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def own_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Return ``named_buffers(recurse=False)`` in a tenth of the time."""
-    return ((name, buffer) for name, buffer in module._buffers.items() if buffer is not None)
+    return [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
 
 
 def own_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

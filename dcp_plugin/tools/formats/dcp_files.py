@@ -124,7 +124,7 @@ class DcpCheckpoint:
                 dtype = stored.dtype if is_opaque(self.selected.reader, key) else self.selected.part(key).dtype
                 entries.append((name, StoredTensor(dtype, stored.shape, tuple(written))))
             else:
-                entries.append((name, StoredValue(written[0].location)))
+                entries.append((name, StoredValue(written)))
         paths = {name: index.path_of(key) for key, name in self.selected.names.items() if name == key}
         made = index_of(entries, files, paths)
         made.empty = [name for key, name in self.selected.names.items() if key in index.empty]

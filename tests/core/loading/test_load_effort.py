@@ -51,6 +51,26 @@ def test_a_small_tensor_takes_few_python_calls(tmp_path: Path, state: Callable[.
     assert (calls[1] - calls[0]) / 200 <= most
 
 
+def test_a_number_of_a_mapping_takes_few_python_calls(tmp_path: Path) -> None:
+    calls = []
+    for count in (1, 100, 300):  # the first load imports
+        path, target = tmp_path / str(count), {"m": dict.fromkeys(map(str, range(count)), 0.0)}
+        saved = {"m": {str(number): number + 1 / count for number in range(count)}}  # no load has decoded these
+        dcp.save(saved, path)
+        checkpointer = dcp.Checkpointer(io={"threads": 1})  # all in the thread that is looked at
+        calls.append(calls_of(lambda load=checkpointer.load, target=target, path=path: load(target, path)))
+        assert target == saved
+    assert (calls[2] - calls[1]) / 200 <= 70
+
+
+def test_equal_values_are_read_once(tmp_path: Path) -> None:
+    text = "x" * 100_000
+    dcp.save({"m": {f"n{number}": text for number in range(50)}}, tmp_path / "ck")
+    target = {"m": dict.fromkeys((f"n{number}" for number in range(50)), "")}
+    assert dcp.load(target, tmp_path / "ck").bytes_read < 2 * len(text)
+    assert set(target["m"].values()) == {text}
+
+
 def test_inspect_goes_over_the_keys_of_a_safetensors_file_by_columns(tmp_path: Path) -> None:
     """Such a file may have a million keys. For each of them an object of the answer is made, and its size is added."""
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import dcp_plugin as dcp
 from dcp_plugin.core.format.derived_index import index_of
-from dcp_plugin.core.format.index import Location, StoredValue
+from dcp_plugin.core.format.index import Location, StoredChunk, StoredValue
 from dcp_plugin.core.loading.forecast import plan_load
 from dcp_plugin.core.loading.renames import Rename, RenamedKeys, prefixes_of
 from dcp_plugin.core.partial import PartialLoad
@@ -86,7 +86,7 @@ def test_every_key_has_one_place_and_what_is_nobodys_is_told_once(
     names: set[str], stored: set[str], rename: dict[str, str]
 ) -> None:
     rules = prefixes_of("m", "m", Rename.of({f"m.{here}": there for here, there in rename.items()}))
-    nothing = StoredValue(Location("file", 0, 0, 0, 0))
+    nothing = StoredValue((StoredChunk((), (), Location("file", 0, 0, 0, 0)),))
     index = index_of([(f"m.{key}", nothing) for key in sorted(stored)], {"file": 0})
     source = RenamedKeys("module", "m", rules, names=names)
     entries, _ = source.entries(index)

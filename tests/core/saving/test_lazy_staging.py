@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 
 import dcp_plugin as dcp
@@ -432,7 +433,7 @@ def test_a_forked_child_waits_for_no_copy(tmp_path: Path) -> None:
 
 def _replace_a_parameter(model: Any, optimizer: torch.optim.Optimizer) -> None:
     old, new = model.block[0].weight, nn.Parameter(torch.ones_like(model.block[0].weight))
-    model.block[0].weight = new
+    model.block[0]._parameters["weight"] = new
     optimizer.state[new] = optimizer.state.pop(old)
     optimizer.param_groups[0]["params"] = [new if one is old else one for one in optimizer.param_groups[0]["params"]]
 
@@ -467,6 +468,7 @@ BETWEEN_SAVES: dict[str, Change] = {
     "swap_a_module": _swap_a_module,
     "tie": lambda model, optimizer: setattr(model.block, "again", model.block[0].weight),
     "untie": _untie,
+    "prune": lambda model, optimizer: prune.l1_unstructured(model.block[0], "weight", 0.5),
     "hook_the_state_dict": lambda model, optimizer: model.register_state_dict_post_hook(
         lambda module, state, *rest: state.update(extra=torch.full((2,), 7.0))
     ),

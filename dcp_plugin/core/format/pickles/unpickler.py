@@ -31,7 +31,6 @@ from dcp_plugin.core.format.payload import pickle_in
 from dcp_plugin.core.format.pickles.nodes import Name, nodes_of
 from dcp_plugin.core.format.pickles.walk import LEAVES, Refused, Walk, fill, require_kinds
 from dcp_plugin.core.format.torch_archive import PICKLE, Archive
-from dcp_plugin.core.interrupts import collector_paused
 from dcp_plugin.core.tensors._torch import TENSOR_GLOBALS, name_of_today, rebuilding_on, storage_of, typed_storage
 
 _MOST_UNKNOWN = 1000
@@ -243,12 +242,11 @@ def load(
     accepted = Accepted(use)
     archive, pickled = (None, source) if isinstance(source, bytes) else (source, source.read(PICKLE).tobytes())
     try:
-        with collector_paused():
-            root = nodes_of(pickled, accepted.get)
-            if type(root) in LEAVES:  # a state may have thousands of numbers and texts, which need no walk
-                return root, accepted.unknown
-            with rebuilding_on("cpu" if wanted is None or wanted else "meta"):
-                return Unpickler(archive, len(pickled), notes, wanted).of(root), accepted.unknown
+        root = nodes_of(pickled, accepted.get)
+        if type(root) in LEAVES:  # a state may have thousands of numbers and texts, which need no walk
+            return root, accepted.unknown
+        with rebuilding_on("cpu" if wanted is None or wanted else "meta"):
+            return Unpickler(archive, len(pickled), notes, wanted).of(root), accepted.unknown
     except (Refused, UnsafeCheckpoint):
         raise
     except Exception as error:

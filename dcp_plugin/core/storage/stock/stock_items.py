@@ -34,7 +34,7 @@ Transforms = tuple[str, ...]
 
 
 def without_transforms(
-    path: Where, item: bytearray, location: Location, transforms: Transforms, limit: int = -1
+    path: Where, item: bytes | bytearray, location: Location, transforms: Transforms, limit: int = -1
 ) -> bytes | bytearray:
     """Return an item without its stream transforms; of an item that expands beyond ``limit``, only the first bytes."""
     try:
