@@ -27,6 +27,7 @@ all ranks. A save of a keeper has other meetings after its plan (:mod:`dcp_plugi
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -306,7 +307,10 @@ class SavePipeline:
     ) -> WrittenPart:
         events.emit(events.SaveStarted(request.path, request.step))
         config = self._config
-        writer = PartWriter(request.path, publication.medium, config.io.threads, self.reuse)
+        # Beside a loop in Python on two cores, a second thread makes a save a tenth faster, and each step of the loop
+        # take 2.2 in place of 1.7 times as long.
+        spare_cores = max(1, len(os.sched_getaffinity(0)) - 1) if config.async_save else config.io.threads
+        writer = PartWriter(request.path, publication.medium, min(config.io.threads, spare_cores), self.reuse)
         began = time.monotonic()
         written = writer.write(items_to_write(plan.rank_plan, plan.state), plan.rank, plan.directory, plan.frozen)
         return replace(written, spent=Spent(request.blocked_seconds, staging_seconds, time.monotonic() - began))

@@ -517,3 +517,13 @@ def test_a_with_block_raises_the_failure_of_its_save(tmp_path: Path) -> None:
 
     with pytest.raises(dcp.SaveFailed, match="disk full"):
         train()
+
+
+@pytest.mark.parametrize(("in_background", "cores", "files"), [(True, 1, 1), (True, 2, 1), (True, 4, 3), (False, 2, 3)])
+def test_a_background_save_leaves_a_core_to_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool, cores: int, files: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    with dcp.Checkpointer(async_save=in_background, io={"threads": 3}) as checkpointer:
+        checkpointer.save({str(number): torch.randn(1 << 19) for number in range(6)}, tmp_path / "step")
+    assert len(list((tmp_path / "step").glob("*.distcp"))) == files  # each thread writes one file
