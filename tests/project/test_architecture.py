@@ -164,8 +164,8 @@ LIMITS = {
     "entries at the top": 18,
     "folders at the top": 9,
     "files": 237,
-    "statements": 34_015,
-    "statements in core/": 20_053,
+    "statements": 34_017,
+    "statements in core/": 20_055,
     "imports of the package per file": 6.4,
 }
 """Size of the package. Whoever makes it smaller lowers these; whoever has to raise one says why in the commit."""

@@ -132,6 +132,13 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str, lost: str) -> None:
         dcp.inspect(folder)
 
 
+def test_the_files_of_two_trainings_in_one_folder_are_refused(tmp_path: Path) -> None:
+    folder = shutil.copytree(SAVED / "stage2-bf16/global_step3", tmp_path / "ck")
+    shutil.copytree(SAVED / "stage1-fp32/global_step3", folder, dirs_exist_ok=True)
+    with pytest.raises(dcp.CheckpointMismatch, match=r"two trainings, bf16_zero_pp_rank_0\S+ and zero_pp_rank_0"):
+        dcp.inspect(folder)
+
+
 def test_a_file_of_one_rank_is_refused_with_the_name_of_the_folder() -> None:
     folder = SAVED / "stage3-fp32" / "global_step3"
     for name in ("zero_pp_rank_1_mp_rank_00_optim_states.pt", "zero_pp_rank_1_mp_rank_00_model_states.pt"):

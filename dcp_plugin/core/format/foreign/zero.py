@@ -296,7 +296,12 @@ def _add_frozen(folder: _Folder, shapes: Shapes, world_size: int, described: tup
 
 def _add_partitions(folder: _Folder, groups: list[Shapes], world_size: int) -> None:
     """Add the weights and the optimizer's state from the files of all ranks."""
-    prefix = "bf16_" if folder.has(f"bf16_{_OPTIMIZER.format(rank=0)}") else ""
+    prefix, *others = [kind for kind in ("bf16_", "") if folder.has(kind + _OPTIMIZER.format(rank=0))] or [""]
+    if others:
+        raise CheckpointMismatch(
+            f"{folder.where}: it has the files of two trainings, {prefix + _OPTIMIZER.format(rank=0)} and "
+            f"{_OPTIMIZER.format(rank=0)}. Move those of one of them to another folder."
+        )
     of_ranks: list[list[_Group]] = []
     for rank in range(world_size):
         with folder.opened(prefix + _OPTIMIZER.format(rank=rank)) as (file, tree):
