@@ -86,16 +86,8 @@ def begin_check(ranks: Ranks, mode: Any, expect_changed: Sequence[str] = ()) -> 
         CheckpointMismatch: Ranks have different modes. A rank that compares would wait for a rank that does not.
         ValueError: ``mode`` is none of ``"auto"``, ``"error"`` and False.
     """
-    check: Any = None
-
-    def begin() -> dict[str, Any]:
-        nonlocal check
-        if mode is not False and core.resume_check is not None:
-            check = core.resume_check().ResumeCheck(mode, expect_changed)
-        return {"verify_resume": mode}
-
-    ranks.combine("compare the configurations", begin, refuse_differences)
-    return check
+    ranks.combine("compare the configurations", lambda: {"verify_resume": mode}, refuse_differences)
+    return None if mode is False or core.resume_check is None else core.resume_check().ResumeCheck(mode, expect_changed)
 
 
 def watching(check: Any) -> AbstractContextManager[None]:

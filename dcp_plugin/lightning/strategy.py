@@ -173,8 +173,8 @@ class LightningAdapter(StrategyAdapter):
         path = self.io.where(self.strategy.broadcast(checkpoint_path))
         weights_only = self.io.weights_only if weights_only is None else weights_only
         self.io.wait()
-        ranks, options = self.internals.ranks, (self.io.verify_resume, self.io.expect_changed)
-        self._check = begin_check(ranks, *options) if self.fitting else None
+        io, ranks = self.io, self.internals.ranks
+        self._check = begin_check(ranks, io.verify_resume, io.expect_changed) if self.fitting else None
         if not ranks.from_zero(f"read {path}", lambda: is_regular_file(path)):
             with self.internals.shown(path) as files:
                 checkpoint = self._load_directory(path, weights_only, files)

@@ -142,8 +142,8 @@ class ResumeCheck:
             if not is_known and (each.module is None or not contains_fsdp1(each.module))
         }
         live = Live.of(state, ranks, names) if names else Live({}, {}, ())
-        unseen = {name: wanted for name, wanted in fitted.match.wanted.items() if name in names or name not in adapters}
-        keys = {name: [join(name, key) for key in wanted.targets] for name, wanted in unseen.items()}
+        others = {name: wanted for name, wanted in fitted.match.wanted.items() if name in names or name not in adapters}
+        keys = {name: [join(name, key) for key in wanted.targets] for name, wanted in others.items()}
         in_memory = delivered.keys() - itertools.chain.from_iterable(keys.values())
         self.sizes |= live.marks | delivered
         self.reference |= {key: delivered[key] for key in in_memory} | live.marks
@@ -372,19 +372,22 @@ def marks_of(leaves: Mapping[str, Any]) -> Marks:
 
 
 def _mark_of_tensor(value: ShardedValue) -> Mark:
-    kind: list[Any] = [value.dtype, value.shape]
-    nbytes, samples = 0, []
-    for offsets, sizes, tensor in value.chunks:
-        kind += offsets, sizes, tensor.is_contiguous() or tensor.stride()
-        nbytes += tensor.nbytes
-        samples.append(_sample(tensor))
-    sample = samples[0] if len(samples) == 1 else b"".join(samples)
-    return Mark(kind, xxh3_64_intdigest(sample), nbytes, len(sample))
+    chunks = value.chunks
+    # Most tensors are small, in plain memory, and a state may have thousands: a view of the memory, which keeps its
+    # tensor alive, takes six times as long as the hash. Here ``value`` keeps the tensor alive.
+    if len(chunks) == 1 and (nbytes := chunks[0].tensor.nbytes) <= _LARGE and is_plain_memory(chunks[0].tensor):
+        memory = (ctypes.c_ubyte * nbytes).from_address(address_of(chunks[0].tensor))
+        kind: tuple[Any, ...] = (value.dtype, value.shape, (*chunks[0][:2], True))
+        return Mark(kind, xxh3_64_intdigest(memory), nbytes, nbytes)
+    layouts = [(*chunk[:2], chunk.tensor.is_contiguous() or chunk.tensor.stride()) for chunk in chunks]
+    sample = b"".join([_sample(chunk.tensor) for chunk in chunks])
+    nbytes = sum([chunk.tensor.nbytes for chunk in chunks])
+    return Mark((value.dtype, value.shape, *layouts), xxh3_64_intdigest(sample), nbytes, len(sample))
 
 
-def _sample(tensor: torch.Tensor) -> Any:
-    """Return the bytes of a tensor, or pieces of a large tensor, as long as it lives. Only the pieces leave a device:
-    they are the same before and after a move to a device."""
+def _sample(tensor: torch.Tensor) -> bytes | memoryview:
+    """Return the bytes of a tensor, or pieces of a large tensor. Only the pieces leave a device: they are the same
+    before and after a move to a device."""
     step = (tensor.nbytes - _PIECE) // (_PIECES - 1) if tensor.nbytes > _LARGE else 0
     if not is_plain_memory(tensor):  # dense memory in another order is read as it is
         tensor = tensor.detach().resolve_conj().resolve_neg()
@@ -394,11 +397,8 @@ def _sample(tensor: torch.Tensor) -> Any:
             data = tensor.view(-1).view(torch.uint8)
             tensor = data.as_strided((_PIECES, _PIECE), (step, 1), data.storage_offset()).contiguous()
         return memory_view(tensor.cpu())
-    if step:
-        memory = memory_view(tensor)
-        return b"".join([memory[at * step : at * step + _PIECE] for at in range(_PIECES)])
-    # Without the view that keeps the tensor alive: it takes most of the time of thousands of small tensors.
-    return (ctypes.c_ubyte * tensor.nbytes).from_address(address_of(tensor))
+    memory = memory_view(tensor)
+    return b"".join([memory[at * step : at * step + _PIECE] for at in range(_PIECES)]) if step else memory
 
 
 latest: ResumeCheck | None = None
@@ -437,11 +437,11 @@ def verify_resume(
         >>> dcp_plugin.verify_resume(state, expect_changed=["*.bias"]).exact
         True
     """
+    if latest is None or latest.report is None:
+        return None
     with closing(Checkpointer()) as checkpointer:
         ranks = Internals(checkpointer).ranks
         asked = ranks.agree("begin a comparison", lambda: ResumeCheck(on_difference, expect_changed))
-        if latest is None or latest.report is None:
-            return None
         check = replace(
             latest,
             mode=asked.mode,
