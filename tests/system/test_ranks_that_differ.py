@@ -359,7 +359,7 @@ def test_a_rank_sends_96_bytes_at_most_before_the_plan_of_a_repeated_save_is_agr
     state = {f"layer{number}": torch.zeros(4, 4) for number in range(300)}
     ours.save(state, tmp_path / "a", step=1)
     sent: list[int] = []
-    isend, send, broadcast = dist.isend, dist.send, dist.broadcast_object_list
+    isend, send, combine = dist.isend, dist.send, rank_group.RankGroup.combine
 
     def counted(pass_on: Any) -> Any:
         def send(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -369,13 +369,40 @@ def test_a_rank_sends_96_bytes_at_most_before_the_plan_of_a_repeated_save_is_agr
         return send
 
     dist.isend, dist.send = counted(isend), counted(send)
-    dist.broadcast_object_list = lambda *args, **kwargs: (sent.append(0), broadcast(*args, **kwargs))[1]
+    rank_group.RankGroup.combine = lambda *args: (combine(*args), sent.append(0))[0]  # type: ignore[method-assign]
     ours.save(state, tmp_path / "b", step=2)
-    dist.isend, dist.send, dist.broadcast_object_list = isend, send, broadcast
+    dist.isend, dist.send, rank_group.RankGroup.combine = isend, send, combine  # type: ignore[method-assign]
     ours.close()
     if dist.get_rank() == 1:
         assert sent.count(0) == 2, "two exchanges: the plan, and what was written"
         assert 0 < sum(sent[: sent.index(0)]) <= 96, sent
+
+
+@on_ranks(2)
+def test_a_load_has_four_exchanges_if_no_rank_asks_about_a_key(tmp_path: Path) -> None:
+    """Open, compare, read, apply."""
+    ours, exchanges, combine = dcp.Checkpointer(), list[str](), rank_group.RankGroup.combine
+
+    def counted(self: Any, step: str, *args: Any) -> Any:
+        exchanges.append(step.split()[0])
+        return combine(self, step, *args)
+
+    ours.save({"t": torch.ones(3), "n": 1}, tmp_path / "ck")
+    rank_group.RankGroup.combine = counted  # type: ignore[method-assign]
+    ours.load({"t": torch.zeros(3), "n": 0}, tmp_path / "ck")
+    rank_group.RankGroup.combine = combine  # type: ignore[method-assign]
+    ours.close()
+    assert exchanges == ["open", "compare", "read", "apply"]
+
+
+@on_ranks(2)
+def test_the_error_of_a_load_has_the_misfits_of_ranks_with_and_without_questions(tmp_path: Path) -> None:
+    dcp.save({"t": torch.ones(3), "u": torch.ones(3)}, tmp_path / "ck")
+    of_rank_0 = {"t": torch.ones(4), "u": torch.ones(3, dtype=torch.float64)}
+    state = of_rank_0 if dist.get_rank() == 0 else {"t": torch.ones(3), "absent": torch.ones(3)}
+    error = str(_refused(lambda: dcp.load(state, tmp_path / "ck", dcp.PartialLoad(cast=False))))
+    assert "t has shape (4,) here and (3,) in the checkpoint" in error and "absent" in error
+    assert error.count("u is torch.float64 here and torch.float32 in the checkpoint") == 1
 
 
 def test_a_group_that_is_closed_while_the_interpreter_ends_does_not_wait_for_a_thread() -> None:

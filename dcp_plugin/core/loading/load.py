@@ -174,7 +174,15 @@ class Loading:
                 from dcp_plugin.core.loading.renames import locate  # most loads are of everything
 
                 selection = locate(self._partial, adapters)
-            return self._open(adapters, selection)
+            return _Request(
+                str(self._path),
+                str(self.checkpoint().path),
+                self._reader.identity,
+                repr(selection),  # as text: its module is equal only to itself, and does not travel between ranks
+                self.checkpoint().files.cost.hosts,
+                socket.gethostname(),
+                {adapter.name: adapter.kind for adapter in adapters if adapter.kind in ("module", "optimizer")},
+            )
 
         def compare(requests: list[_Request]) -> tuple[str, int | None, dict[str, str]]:
             objects = {name: kind for request in reversed(requests) for name, kind in request.objects.items()}
@@ -182,18 +190,6 @@ class Loading:
 
         difference, least, objects = self._ranks.combine(f"open {self._path}", open_here, compare)
         return OpenedLoad(adapters, selection, least, objects), difference
-
-    def _open(self, adapters: list[StateAdapter], selection: PartialLoad | None) -> _Request:
-        """Open the checkpoint on this rank, and return the rank's request."""
-        return _Request(
-            str(self._path),
-            str(self.checkpoint().path),
-            self._reader.identity,
-            repr(selection),  # as text: its module is equal only to itself, and does not travel between ranks
-            self.checkpoint().files.cost.hosts,
-            socket.gethostname(),
-            {adapter.name: adapter.kind for adapter in adapters if adapter.kind in ("module", "optimizer")},
-        )
 
     def forecast(self, state: Mapping[str, Any]) -> Match:
         """Return the match of :meth:`run` for this process alone. No value is read, and no object of the state changes.
@@ -243,28 +239,35 @@ class Loading:
     def _fit(self, opened: OpenedLoad, allocated: list[str]) -> FittedLoad:
         """Match, plan, and read the values. All misfits are raised in one error. Collective.
 
-        A failure of the match or the plan is a value until the next collective. So these stages cost no collective of
-        their own. Usually no rank has a question for other ranks. The first exchange is then one small collective.
+        Usually no rank has a question for other ranks. Each rank has then planned and read its values before the first
+        exchange, which is the only one. A rank that could not do so needs the answers of other ranks for its error.
 
         Args:
             allocated: Keys of modules that were on the meta device. Keys that get memory in this call are added.
         """
         step = f"compare {self._path} with the state"
         matching = Matching(self._path, self.checkpoint(), opened, self._strict, False, self._mode)
+        fitted = Attempt[FittedLoad](None)
+
+        def fit(union: Union | None) -> FittedLoad:
+            return self._read_values(self._plan(opened, self._with_unset(_judged(matching, union), allocated)))
 
         def ask() -> list[str] | None:
+            nonlocal fitted
             for adapter in opened.adapters:
                 if adapter.kind == "module" and adapter.module is not None:
                     allocated.extend(join(adapter.name, key) for key in materialise(adapter.module))
-            return _questions(matching)
+            if (asked := _questions(matching)) is None:
+                fitted = Attempt.of(lambda: fit(None))
+            return asked if fitted.failure is None else []
 
         union = self._ask_all(step, ask, lambda asked: _differences(matching).answer(asked))
-        match = Attempt.of(lambda: self._with_unset(_judged(matching, union), allocated))
-        fitted = match.then(lambda match: self._plan(opened, match))
-        if union is not None:
-            warnings = self._ranks.combine(step, lambda: [*fitted.get().match.warnings], said_by_ranks)
-            fitted = fitted.then(lambda load: replace(load, match=replace(load.match, warnings=warnings)))
-        return self._ranks.agree(f"read the values of {self._path}", lambda: self._read_values(fitted.get()))
+        if union is None:
+            return fitted.get()
+        fitted = Attempt.of(lambda: fit(union))
+        reading = f"read the values of {self._path}"
+        warnings = self._ranks.combine(reading, lambda: [*fitted.get().match.warnings], said_by_ranks)
+        return replace(fitted.get(), match=replace(fitted.get().match, warnings=warnings))
 
     def _ask_all(
         self, step: str, work: Callable[[], list[str] | None], answer: Callable[[list[str]], Answer]
@@ -278,7 +281,7 @@ class Loading:
         Returns:
             The union, equal on every rank; None if no rank needs it.
         """
-        packed = self._ranks.combine(step, lambda: _packed(work()), _joined)
+        packed = self._ranks.combine(step, lambda: None if (asked := work()) is None else pack(asked), _joined)
         if packed is None:
             return None
         from dcp_plugin.core.state.across_ranks import Union  # most loads find equal keys
@@ -496,10 +499,6 @@ def _differences(matching: Matching) -> Differences:
     from dcp_plugin.core.loading.differences import Differences  # most loads find equal keys
 
     return Differences(matching)
-
-
-def _packed(asked: list[str] | None) -> bytes | None:
-    return None if asked is None else pack(asked)
 
 
 def _joined(questions: list[bytes | None]) -> bytes | None:

@@ -113,7 +113,10 @@ class Matching:
             self.renames = self._rules({a.name: frozenset(a.names()) for a in adapters if a.name in overlapping})
         for adapter, name in self._names(adapters):
             if isinstance(adapter, ValueAdapter) and name == adapter.name and self._is_plain(adapter):
-                self._match_plain(adapter)
+                accepted = self.accept(name, adapter.value, None)
+                self.wanted[name] = Wanted({"": adapter.value} if accepted else {})
+                if accepted:
+                    self.stored[name] = name
             else:
                 key_map, want = self._want(adapter, name)
                 if self.index.left_out:
@@ -153,13 +156,6 @@ class Matching:
         if self.partial is not None or slot is None or not adapter.is_tensor:
             return False
         return self.index.table.dtype_of(slot) is not None and not self.index.under(f"{adapter.name}.")
-
-    def _match_plain(self, adapter: ValueAdapter) -> None:
-        name, tensor = adapter.name, adapter.value
-        accepted = self.accept(name, tensor, None)
-        self.wanted[name] = Wanted({"": tensor} if accepted else {})
-        if accepted:
-            self.stored[name] = name
 
     def _names(self, adapters: Sequence[StateAdapter]) -> Iterable[tuple[StateAdapter, str]]:
         """Yield each object with its name in the checkpoint. Per-rank values that stay as they are have none and are
@@ -374,6 +370,8 @@ class Matching:
 
     def judge_dtypes(self) -> None:
         """Record the targets whose dtype differs. Add a problem if a partial load does not allow conversion."""
+        if self.report.cast:  # by a first call: a rank without questions judges before it knows of other ranks'
+            return
         differ: dict[tuple[Any, Any], list[str]] = defaultdict(list)
         wanted = {key: target.dtype for key, target in self.targets.items() if target is not None}
         wanted |= {key: deferred.dtype for key, deferred in self.deferred.items() if deferred.dtype is not None}

@@ -109,10 +109,10 @@ class ReadPlanner:
         )  # fmt: skip
         for (key, target), (name, row, length, is_alone, dtype, shape) in zip(wanted, candidates, strict=True):
             if length and target.dtype == dtypes[dtype] and target.shape == shape and name not in index.strides:
-                (chunk,) = target.chunks
-                if (not is_alone or chunk.sizes == shape) and _can_hold(target, length):
-                    corner = (0,) * len(shape)
-                    chunks[key] = BoxRead(name, row, chunk.tensor, corner, chunk.sizes, chunk.sizes == shape)
+                _, sizes, tensor = target.chunks[0]
+                is_as_stored = length == tensor.nbytes and target.dtype == tensor.dtype and not target.stored_whole
+                if is_as_stored and (not is_alone or sizes == shape) and is_plain_memory(tensor):
+                    chunks[key] = BoxRead(name, row, tensor, (0,) * len(shape), sizes, sizes == shape)
         return chunks
 
     def _boxes(self, key: str, target: ShardedValue, layout: StoredLayout) -> Iterator[BoxRead]:
@@ -216,13 +216,6 @@ def _number_of(chunk: LocalChunk, offsets: Column, sizes: Column) -> int:
     number = min(number, len(sizes) - 1)
     is_same = (offsets[number].tolist(), sizes[number].tolist()) == (list(chunk.offsets), list(chunk.sizes))
     return number if is_same else -1
-
-
-def _can_hold(target: ShardedValue, length: int) -> bool:
-    """Return whether a payload of ``length`` bytes can be read straight into the memory of the target's only chunk."""
-    tensor = target.chunks[0].tensor
-    same = 0 < length == tensor.nbytes and target.dtype == tensor.dtype and not target.stored_whole
-    return same and is_plain_memory(tensor)
 
 
 def scale_of(name: str, keys: Container[str]) -> str:

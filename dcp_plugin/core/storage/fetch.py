@@ -18,7 +18,7 @@ too. The rules:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from operator import mul
@@ -30,7 +30,7 @@ import torch
 from dcp_plugin.core.errors import CheckpointCorrupt
 from dcp_plugin.core.format.index import Location, StoredChunk
 from dcp_plugin.core.format.payload import BlockHashes
-from dcp_plugin.core.media import PAGE
+from dcp_plugin.core.media import PAGE, bytes_behind, first_bytes
 from dcp_plugin.core.tensors.host_memory import BLOCK, Block, is_plain_memory, memory_view
 
 _DIRECT_PIECE = 8 << 20  # one thread's share of the work; a multiple of any checksum block
@@ -81,8 +81,11 @@ class Fetch(ABC):
     def finish(self, block: Block) -> None:  # noqa: B027 - most subclasses have no work here
         """Process the bytes after they are read and checked."""
 
-    def check(self, begin: int, end: int, views: list[memoryview]) -> int:
+    def check(self, begin: int, end: int, views: Iterable[memoryview]) -> int:
         """Compare the hashes of the blocks inside a range, and return how many of its bytes are in no such block.
+
+        Args:
+            views: The bytes of the range, from first to last. All are requested, since a request may read them.
 
         Raises:
             CheckpointCorrupt: A checksum differs; the message names file and key.
@@ -94,12 +97,10 @@ class Fetch(ABC):
             return end - begin
         # The blocks that are complete in the range. The last block of a payload may be shorter than the others.
         first = -(-begin // block)
-        last = len(location.hashes) if end == location.payload_length else end // block
-        if first >= last:
-            return end - begin
-        start, stop = first * block, min(last * block, location.payload_length)
-        if (start, stop) != (begin, end):  # runs that end within blocks; the memory of a run is one piece
-            views = [views[0][start - begin : stop - begin]]
+        last = max(first, len(location.hashes) if end == location.payload_length else end // block)
+        start, stop = (min(number * block, location.payload_length) for number in (first, last))
+        if (start, stop) != (begin, end):  # runs that end within blocks
+            views = first_bytes(bytes_behind([*views], start - begin), stop - start)
         hashes, expected = BlockHashes(block), location.hashes[first:last].tolist()
         for view in views:
             hashes.add(view)
@@ -235,7 +236,9 @@ def of_box(
         starts, run = runs_of(chunk.sizes, offsets, lengths, dtype.itemsize)
         first, runs = int(starts[0]), len(starts)
         if runs > 1 and gap <= _BETWEEN_RUNS:
-            near = _are_near(starts, run)
+            # The gaps between runs are small, but too large for covering() to read across them anyway.
+            near = int((starts[1:] - starts[:-1]).max()) - run <= _BETWEEN_RUNS
+            near &= int(starts[-1] - starts[0]) + run > (1 + MOST_WASTE) * run * len(starts)
             gap = _BETWEEN_RUNS if near else 0
             if straight and not near and run <= _DIRECT_PIECE:
                 # Runs that are read alone go straight to the target. Ranges with other bytes need a block of memory.
@@ -267,12 +270,6 @@ def of_box(
         else:
             part = flat[(start - first) // dtype.itemsize : (stop - first) // dtype.itemsize]
             yield IntoTensor(key, location, ranges, block, start, part, dtype, (1,))
-
-
-def _are_near(starts: Positions, run: int) -> bool:
-    """Return whether the gaps between runs are small, but too large for :func:`covering` to read across them anyway."""
-    nearby = int((starts[1:] - starts[:-1]).max()) - run <= _BETWEEN_RUNS
-    return nearby and int(starts[-1] - starts[0]) + run > (1 + MOST_WASTE) * run * len(starts)
 
 
 def _of_runs(

@@ -93,11 +93,14 @@ class BatchOfFetches(Batch):
         if len(fetches) == 1:
             # A call for each range or piece of it: a large fetch, or one with several ranges.
             ((fetch, parts),) = placed
-            origin, fill, check = self.begin - fetch.ranges[0][0], self.fill, fetch.check
-            for part in parts:
-                for start, stop, memory in (part,) if part[1] - part[0] <= self._piece else _pieces(part, self._piece):
-                    count.read += fill(file, memory, origin + start, origin + stop)
-                    count.unchecked += check(start, stop, memory)
+            origin, fill, piece = self.begin - fetch.ranges[0][0], self.fill, self._piece
+            for begin, end, memory in parts:
+                if end - begin > piece:
+                    pieces = self._filled_pieces(file, origin, (begin, end, memory), count)
+                    count.unchecked += fetch.check(begin, end, pieces)
+                else:
+                    count.read += fill(file, memory, origin + begin, origin + end)
+                    count.unchecked += fetch.check(begin, end, memory)
             fetch.finish(block)
             return
         # One call for all fetches, and for the bytes between them.
@@ -106,6 +109,19 @@ class BatchOfFetches(Batch):
         for fetch, (part,) in placed:
             count.unchecked += fetch.check(*part)
             fetch.finish(block)
+
+    def _filled_pieces(self, file: RangedFile, origin: int, part: Part, count: Count) -> Iterator[memoryview]:
+        """Yield the memory of a part, cut at the multiples of the piece. Blocks of checksums end there as well.
+
+        A piece is read when it is requested, and is then in the cache for its check.
+        """
+        begin, end, views = part
+        while begin < end:
+            stop = min((begin // self._piece + 1) * self._piece, end)
+            memory = first_bytes(views, stop - begin)
+            count.read += self.fill(file, memory, origin + begin, origin + stop)
+            yield from memory
+            views, begin = bytes_behind(views, stop - begin), stop
 
     def key_at(self, position: int) -> str:
         return next(fetch.key for fetch in self._fetches if fetch.end > position)
@@ -201,16 +217,6 @@ def batches_of_chunks(
             of_chunks = [hashes[stops[row] : stops[row + 1]] for row in range(first, at)]
             yield BatchOfChunks(index, name, begin_of[part], in_order[part], of_chunks)
             first = at
-
-
-def _pieces(part: Part, size: int) -> Iterator[Part]:
-    """Yield a range and its memory, cut at the multiples of ``size``. Blocks of checksums end there as well."""
-    begin, end, views = part
-    while end - begin > size:
-        stop = (begin // size + 1) * size
-        yield begin, stop, first_bytes(views, stop - begin)
-        views, begin = bytes_behind(views, stop - begin), stop
-    yield begin, end, views
 
 
 def _with_gaps(parts: Sequence[Part]) -> list[memoryview]:

@@ -18,7 +18,14 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
 from dcp_plugin.core.errors import CheckpointMismatch
-from dcp_plugin.core.tensors.kinds import CHECKPOINTABLE, is_stored_whole, of_full, require_memory, require_parts
+from dcp_plugin.core.tensors.kinds import (
+    CHECKPOINTABLE,
+    is_dense_memory,
+    is_stored_whole,
+    of_full,
+    require_memory,
+    require_parts,
+)
 from dcp_plugin.core.types import Box, LocalChunk, ShardedValue
 
 
@@ -64,14 +71,16 @@ def _of_chunks(
     shape: tuple[int, ...], dtype: torch.dtype, chunks: list[LocalChunk], origin: Any = None
 ) -> ShardedValue:
     """Describe a distributed tensor."""
-    stored_whole = any(is_stored_whole(chunk.tensor) for chunk in chunks)
-    for chunk in chunks:
-        (require_parts if stored_whole else require_memory)(chunk.tensor)
+    unusual = [chunk.tensor for chunk in chunks if not is_dense_memory(chunk.tensor)]
+    stored_whole = any(map(is_stored_whole, unusual))
+    for tensor in unusual:
+        (require_parts if stored_whole else require_memory)(tensor)
     return ShardedValue(shape, dtype, tuple(chunks), not stored_whole, stored_whole=stored_whole, origin=origin)
 
 
 def _chunk(offsets: tuple[int, ...], sizes: tuple[int, ...], tensor: torch.Tensor) -> LocalChunk:
-    return LocalChunk(offsets, sizes, tensor if is_stored_whole(tensor) else tensor.detach())
+    is_plain = type(tensor) is torch.Tensor and not tensor.requires_grad  # detach() takes 2 us, for thousands of shards
+    return LocalChunk(offsets, sizes, tensor if is_plain or is_stored_whole(tensor) else tensor.detach())
 
 
 def _of_protocol(value: Any, shape: tuple[int, ...], dtype: torch.dtype, origin: Any = None) -> ShardedValue:

@@ -101,9 +101,10 @@ def test_wide_columns_are_checked_and_narrow_ones_are_read_without_their_neighbo
     assert same_bytes(target, wide[:, 16384:49152].contiguous())
     assert reader.bytes_read == target.nbytes and reader.unchecked_bytes == 0
     target = torch.zeros(256, 128)
-    reader = read_boxes(tmp_path / "ck", ("narrow", (0, 256), target))
-    assert same_bytes(target, narrow[:, 256:384].contiguous())
-    assert reader.bytes_read == target.nbytes == reader.unchecked_bytes
+    for first in (256, 8192 - 128):  # also to the last byte of the last block
+        reader = read_boxes(tmp_path / "ck", ("narrow", (0, first), target))
+        assert same_bytes(target, narrow[:, first : first + 128].contiguous())
+        assert reader.bytes_read == target.nbytes == reader.unchecked_bytes
 
 
 def test_a_part_of_a_stock_tensor_is_all_that_is_read_of_it(tmp_path: Path) -> None:
