@@ -40,7 +40,8 @@ from dcp_plugin.core.errors import (
 from dcp_plugin.core.media import locate, medium_of, refuse_real_run, uncommitted_reason
 from dcp_plugin.core.partial import PartialLoad
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path, public, resolved
-from dcp_plugin.core.ranks.collectives import Call, together
+from dcp_plugin.core.ranks.collectives import Call, Ranks, together
+from dcp_plugin.core.ranks.groups import refuse_differences
 from dcp_plugin.core.records import LoadReport
 from dcp_plugin.core.runs import damage, hydra_jobs
 from dcp_plugin.core.runs.catalog import find_newest, sibling_parts, was_published
@@ -78,12 +79,14 @@ class Start:
         return f"{line}; DAMAGED and quarantined: {', '.join(map(str, self.damaged))}" if self.damaged else line
 
 
-def begin_check(mode: Any, expect_changed: Sequence[str] = ()) -> Any:
-    """Return the comparison of one resume, a ``ResumeCheck``; None if ``mode`` is False.
+def begin_check(ranks: Ranks, mode: Any, expect_changed: Sequence[str] = ()) -> Any:
+    """Return the comparison of one resume, a ``ResumeCheck``; None if ``mode`` is False. Collective.
 
     Raises:
+        CheckpointMismatch: Ranks have different modes. A rank that compares would wait for a rank that does not.
         ValueError: ``mode`` is none of ``"auto"``, ``"error"`` and False.
     """
+    ranks.combine("compare the configurations", lambda: {"verify_resume": mode}, refuse_differences)
     return None if mode is False or core.resume_check is None else core.resume_check().ResumeCheck(mode, expect_changed)
 
 
@@ -395,7 +398,7 @@ def resume_or_init(
             return options.find(root, without=damaged)
 
         def load(path: Where) -> LoadReport:
-            check = begin_check(verify_resume, expect_changed)
+            check = begin_check(Internals(used).ranks, verify_resume, expect_changed)
             with watching(check):
                 report = _resume(used, state, path, strict)
             return report if check is None else check.finish(Internals(used).ranks, report)

@@ -295,7 +295,7 @@ class Attachment(BaseAttachment):
                 ranks, path, lambda: names_in(path) if is_stock else extra_keys, training.registered
             )
         models = training.models if training.sharded else self._run_load_hooks(training, path, files)
-        check = None if is_stock else begin_check(*self.check_options)
+        check = None if is_stock else begin_check(ranks, *self.check_options)
         if is_stock:
             self.last_load = None
             remaining = replace(training, models=models)

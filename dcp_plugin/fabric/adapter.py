@@ -249,7 +249,7 @@ class FabricAdapter(FabricStrategy):
             return remainder
         # An optimizer of any rank: the comparison is a collective of all ranks.
         resumes = any(name.startswith(OPTIM) for name in names.values())
-        check = begin_check(*self.attachment.check_options) if resumes else None
+        check = begin_check(self.internals.ranks, *self.attachment.check_options) if resumes else None
         with self.internals.shown(path) as files, watching(check):
             remainder = load(self, path, files, ordered, strict, weights_only)
         if ordered is not state:

@@ -170,11 +170,12 @@ class LightningAdapter(StrategyAdapter):
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> Checkpoint:
         self._loaded = self._resume = None
-        self._check = begin_check(*self.io.check_options) if self.fitting else None
         path = self.io.where(self.strategy.broadcast(checkpoint_path))
         weights_only = self.io.weights_only if weights_only is None else weights_only
         self.io.wait()
-        if not self.internals.ranks.from_zero(f"read {path}", lambda: is_regular_file(path)):
+        ranks = self.internals.ranks
+        self._check = begin_check(ranks, *self.io.check_options) if self.fitting else None
+        if not ranks.from_zero(f"read {path}", lambda: is_regular_file(path)):
             with self.internals.shown(path) as files:
                 checkpoint = self._load_directory(path, weights_only, files)
         elif self.keeps_shards:

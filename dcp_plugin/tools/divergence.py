@@ -181,15 +181,15 @@ def divergence_in(found: CheckpointDiff, step: int, **options: Any) -> Divergenc
         options: Options of :class:`~dcp_plugin.core.storage.reader.CheckpointReader`.
     """
     texts = [value.key for value in found.values if value.text]
-    if not (differing := _differing(found)):
+    if not (places := differing(found)):
         return Divergence(found.a, found.b, [step], [], [], texts=texts, diff=found)
     with CheckpointReader(found.a, **options) as first, CheckpointReader(found.b, **options) as second:
-        key = next(key for key in (*first.index, *second.index) if key in differing)
-        (at, values), ulps = differing[key], None
+        key = next(key for key in (*first.index, *second.index) if key in places)
+        (at, values), ulps = places[key], None
         if any(tensor.key == key for tensor in found.changed):
             with suppress(CheckpointMismatch):  # a tensor of a custom class, without elements
                 at, values, ulps = _element(first, second, key)
-        differ, equal = _by_kind(differing, texts, first)
+        differ, equal = _by_kind(places, texts, first)
     return Divergence(found.a, found.b, [step], [], [], step, key, at, values, ulps, differ, equal, texts, found)
 
 
@@ -212,12 +212,7 @@ _Place = tuple[str, tuple[str, str] | None]
 """Place and values of a difference, as in :class:`Divergence`."""
 
 
-def places_in(found: Divergence) -> dict[str, _Place]:
-    """Return the place and the values of each difference that needs no tensor to be read."""
-    return {} if found.diff is None else _differing(found.diff)
-
-
-def _differing(found: CheckpointDiff) -> dict[str, _Place]:
+def differing(found: CheckpointDiff) -> dict[str, _Place]:
     """Return the keys that differ, with the places. Those of tensors have to be read. Values of which only texts
     differ do not count."""
     places: dict[str, _Place] = {key: ("", None) for pair in found.renamed.items() for key in pair}

@@ -21,10 +21,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from itertools import takewhile
 from math import inf, isfinite, isnan
 from pathlib import Path
@@ -36,7 +35,7 @@ from dcp_plugin.core.paths import KILLED_AFTER, PROVED, Where, as_path
 from dcp_plugin.core.runs.scan import Scan
 from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.tools.diff import diff
-from dcp_plugin.tools.divergence import LOADER, OPTIMIZER, RNG, Divergence, divergence_in, kind_of, places_in, steps_of
+from dcp_plugin.tools.divergence import LOADER, OPTIMIZER, RNG, Divergence, differing, divergence_in, kind_of, steps_of
 
 RUN = "{run}"
 """Text in a command that is replaced by the folder of a run."""
@@ -105,7 +104,6 @@ def prove(
     timeout: float = 3600.0,
     in_place: bool = False,
     folder: Path | None = None,
-    exclude: Iterable[str] = (),
     notify: Callable[[str], None] = lambda text: None,
 ) -> Proof:
     """Run a command undisturbed, and killed and resumed, and compare the checkpoints of the same steps.
@@ -116,7 +114,6 @@ def prove(
         timeout: Seconds that each run may take.
         in_place: Accept a command without ``{run}``. New folders of checkpoints are moved away after each run.
         folder: Where the folder of the runs is made; the directory of temporary files by default.
-        exclude: Globs of keys, and of names of losses, to leave out.
         notify: Called with a line when a run starts.
 
     Raises:
@@ -137,7 +134,7 @@ def prove(
     trial = _Trial(command, home, timeout, in_place, notify)
     with _adopting_orphans(trial):
         try:
-            proof = _proved(trial, kill_after, list(exclude))
+            proof = _proved(trial, kill_after)
         except _Inconclusive as reason:
             proof = Proof("inconclusive", str(reason))
     after = _files_in(Path.cwd(), home)
@@ -326,7 +323,7 @@ def _files_in(folder: Path, besides: Path) -> dict[str, int] | None:
     return changed
 
 
-def _proved(trial: _Trial, kill_after: int | None, exclude: Collection[str]) -> Proof:
+def _proved(trial: _Trial, kill_after: int | None) -> Proof:
     trial.run(_UNDISTURBED)
     if not (planned := trial.saves()):
         raise _Inconclusive(f"the undisturbed run has saved no checkpoint in {RUN}")
@@ -344,10 +341,10 @@ def _proved(trial: _Trial, kill_after: int | None, exclude: Collection[str]) -> 
     if again:
         reason = f"the second start did not resume: it saved anew what was saved before the kill, {some(sorted(again))}"
         return Proof("different", reason, max(steps))
-    return _compared(trial, [undisturbed, resumed], max(steps), exclude)
+    return _compared(trial, [undisturbed, resumed], max(steps))
 
 
-def _compared(trial: _Trial, runs: list[Path], last: int, exclude: Collection[str]) -> Proof:
+def _compared(trial: _Trial, runs: list[Path], last: int) -> Proof:
     """Compare an undisturbed run with a resumed one, and if they differ, with a second undisturbed one."""
     steps = [steps_of(run) for run in runs]
     common = sorted(steps[0].keys() & steps[1].keys())
@@ -358,20 +355,20 @@ def _compared(trial: _Trial, runs: list[Path], last: int, exclude: Collection[st
             f"no step after the kill (at step {last}) is in both runs: the undisturbed one has {lists[0]}, the resumed "
             f"one {lists[1]}. A retention that keeps more of them, or an earlier kill, may help"
         )
-    differences = {step: _difference(step, steps[0][step], steps[1][step], exclude) for step in common}
+    differences = {step: divergence_in(diff(steps[0][step], steps[1][step]), step) for step in common}
     amounts = {step: _amounts(difference) for step, difference in differences.items()}
     # Before the kill both runs are undisturbed.
     unjudged = {key for step in common if step <= last for key in amounts[step] if amounts[step][key] == inf}
-    losses = [_losses(run, exclude) for run in runs]
+    losses = [_losses(run) for run in runs]
     noise: dict[int, float] = dict.fromkeys(after, 0.0)
     if any(amounts[step].keys() - unjudged for step in after) or _apart(losses[0], losses[1], losses[0], last):
         trial.run(_REPEATED)
         again = trial.put_away(_REPEATED)
-        losses.append(_losses(again, exclude))
+        losses.append(_losses(again))
         repeated = steps_of(again)
         noise = dict.fromkeys(after, inf)  # of a step that the second undisturbed run does not have
         for step in repeated.keys() & after:
-            usual = _amounts(_difference(step, steps[0][step], repeated[step], exclude))
+            usual = _amounts(divergence_in(diff(steps[0][step], repeated[step]), step))
             unjudged |= {key for key, amount in usual.items() if amount == inf}
             noise[step] = max((amount for amount in usual.values() if amount < inf), default=0.0)
     compared, first = _judged(differences, amounts, unjudged, noise)
@@ -403,8 +400,9 @@ def _judged(
         beyond = [key for key in keys if step in noise and amounts[step][key] > _most_by_chance(noise[step])]
         # A counter, a rate or a random stream is nearer to the cause than the tensors that follow from it.
         key = next(iter([*sorted(beyond, key=lambda key: amounts[step][key] < inf), *keys]), "")
-        own_place = difference.at, difference.values
-        at, values = own_place if key == difference.key else places_in(difference).get(key, ("", None))
+        places = {} if difference.diff is None else differing(difference.diff)
+        places[difference.key] = difference.at, difference.values
+        at, values = places.get(key, ("", None))
         differ = {part: keys for part, keys in differ.items() if keys}
         compared[step] = replace(difference, key=key, at=at, values=values, differ=differ)
         first = step if first is None and beyond else first
@@ -421,12 +419,6 @@ def shown(difference: Divergence) -> str:
     """Return the first key and element that differ, and both values; empty without any."""
     values = f" ({difference.values[0]} -> {difference.values[1]})" if difference.values else ""
     return f"{difference.key}{difference.at}{values}"
-
-
-def _difference(step: int, first: Where, second: Where, exclude: Collection[str]) -> Divergence:
-    with CheckpointReader(first) as reader:
-        matching = [pattern for pattern in exclude if any(fnmatchcase(key, pattern) for key in reader.index)]
-    return divergence_in(diff(first, second, exclude=matching), step)
 
 
 def _amounts(difference: Divergence) -> dict[str, float]:
@@ -448,7 +440,7 @@ def _not_saved(path: Where) -> list[str]:
 _Losses = dict[tuple[str, int], float]
 
 
-def _losses(run: Path, exclude: Collection[str]) -> _Losses:
+def _losses(run: Path) -> _Losses:
     """Return the logged losses by name and step: those of checkpoints, and of ``metrics.csv``."""
     rows: list[dict[str, Any]] = [
         {**state.metrics, "step": state.step} for state in Scan(run, read_all=True).states.values()
@@ -458,7 +450,7 @@ def _losses(run: Path, exclude: Collection[str]) -> _Losses:
             rows += csv.DictReader(text)
     losses: _Losses = {}
     for row in rows:
-        for name in (name for name in row if "loss" in str(name) and not any(fnmatchcase(name, p) for p in exclude)):
+        for name in (name for name in row if "loss" in str(name)):
             with suppress(ValueError, TypeError, KeyError):
                 losses[name, int(row["step"])] = float(row[name])
     return losses

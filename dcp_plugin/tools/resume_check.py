@@ -15,9 +15,11 @@ Large tensors are compared by a sample, on their device. Nothing is added to a s
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -39,13 +41,14 @@ from dcp_plugin.core.state.names import contains_fsdp1, parameter_names
 from dcp_plugin.core.state.optimizer import flatten_tree
 from dcp_plugin.core.tensors._torch import is_tensor, sharded_value
 from dcp_plugin.core.tensors._torch_modules import has_own_state_dict, has_post_load_hooks
-from dcp_plugin.core.tensors.host_memory import is_plain_memory, memory_view
+from dcp_plugin.core.tensors.host_memory import address_of, is_plain_memory, memory_view
 from dcp_plugin.core.types import OfEachRank, ShardedValue
 
 NOT_RESTORED, OVERWRITTEN = "not restored", "overwritten after the restore"
 REINITIALISED, SHIFTED = "reinitialised after the restore", "stepped once more after the restore"
 
 _PIECE, _PIECES = 4096, 16  # bytes of a piece of a sample, and pieces of a large tensor
+_LARGE = _PIECE * _PIECES
 _COUNTERS = ("step", "last_epoch", "_step_count")
 _ZEROS = {"0", "0.0", "False", "None", "[]", "()", "''"}
 
@@ -54,15 +57,13 @@ class Mark(NamedTuple):
     """What is remembered of a leaf."""
 
     kind: Any  # class of a value; dtype, shape, boxes and layout of a tensor. Only marks of one kind are compared.
-    digest: Any  # text of a small value or of a single element; else hashes
+    digest: str | int  # text of a small value; else a hash
     nbytes: int
     hashed: int  # bytes in the digest
 
     def is_zero(self) -> bool:
         """Return whether the leaf is zero or empty, as after an initialisation."""
-        if isinstance(self.digest, str):
-            return self.digest in _ZEROS
-        return all(number == xxh3_64_intdigest(bytes(size)) for number, size in self.digest)
+        return self.digest in (*_ZEROS, xxh3_64_intdigest(bytes(self.hashed)))
 
 
 Marks = dict[str, Mark]
@@ -112,8 +113,9 @@ class ResumeCheck:
         with self.watching(lambda *load: nullcontext(lambda: None)):  # an object may load another checkpoint
             yield lambda: delivered.update(self._attempt(lambda: marks_of(fitted.targets)) or {})
         self._attempt(lambda: self._note(delivered, before or {}, fitted, state, ranks))
-        names = {key.partition(".")[0] for key in (*fitted.match.stored.values(), *fitted.opened.objects, "extra")}
-        unused = {key.partition(".")[0] for key in stored} - names
+        taken = {*fitted.match.stored.values(), *fitted.opened.objects}
+        names = {key.partition(".")[0] for key in set(stored) - taken} - {"extra"}
+        unused = names - {key.partition(".")[0] for key in taken} if names else names
         self.unused = unused if self.unused is None else self.unused & unused  # a resume may load in parts
 
     def _attempt(self, work: Callable[[], Any]) -> Any:
@@ -139,19 +141,21 @@ class ResumeCheck:
             for name, each in adapters.items()
             if not is_known and (each.module is None or not contains_fsdp1(each.module))
         }
-        live = Live.of(state, ranks, names)
-        rest = Live({name: adapters[name] for name in adapters.keys() - live.adapters.keys()}, delivered, ())
-        self.sizes |= delivered
-        self._refer_to(live)
-        self._refer_to(rest)
-        self.compared.update(key for keys in rest.by_name(delivered).values() for key in keys)
-        for name, keys in live.by_name(delivered).items():
-            same, differing = _compared(delivered, live.marks, keys)
-            # A value that was equal before the load does not show that the object has taken it.
-            taken = [key for key in same if key not in before or before[key].digest != delivered[key].digest]
+        live = Live.of(state, ranks, names) if names else Live({}, {}, ())
+        others = {name: wanted for name, wanted in fitted.match.wanted.items() if name in names or name not in adapters}
+        keys = {name: [join(name, key) for key in wanted.targets] for name, wanted in others.items()}
+        in_memory = delivered.keys() - itertools.chain.from_iterable(keys.values())
+        self.sizes |= live.marks | delivered
+        self.reference |= {key: delivered[key] for key in in_memory} | live.marks
+        self.compared |= in_memory
+        for name in live.adapters:
+            same, differing = _compared(delivered, live.marks, keys[name])
             self.compared.update(same)
-            if differing and not (name in own_code and (taken or live.adapters[name].kind != "stateful")):
-                self._differ(NOT_RESTORED if name in own_code else OVERWRITTEN, differing)
+            if name not in own_code:
+                self._differ(OVERWRITTEN, differing)
+            # A value that was equal before the load does not show that the object has taken it.
+            elif adapters[name].kind == "stateful" and all(before.get(key) == delivered[key] for key in same):
+                self._differ(NOT_RESTORED, differing)
 
     def _differ(self, cause: str, keys: Sequence[str]) -> None:
         self.differences[cause] += keys
@@ -165,38 +169,34 @@ class ResumeCheck:
         Collective if a module contains FSDP1.
         """
         if (live := self._attempt(lambda: Live.of(state, ranks))) is not None:
-            self._refer_to(live)
+            self.sizes = live.marks | self.sizes
+            self.reference = live.marks | self.reference
 
-    def _refer_to(self, live: Live) -> None:
-        for name, keys in live.by_name(live.marks).items():
-            settled = _settled(live.adapters[name], keys)
-            for key in keys:
-                self.sizes.setdefault(key, live.marks[key])
-                if key not in settled:
-                    self.reference.setdefault(key, live.marks[key])
+    def compare(self, state: Mapping[str, Any], ranks: Ranks, earlier: Set[str] = frozenset()) -> None:
+        """Compare the live objects with the reference. Collective if a module contains FSDP1.
 
-    def compare(self, state: Mapping[str, Any], ranks: Ranks) -> None:
-        """Compare the live objects with the reference. Collective if a module contains FSDP1."""
-        live = self._attempt(lambda: Live.of(state, ranks))
-        present = live.present if live is not None else ()
+        Args:
+            earlier: Leaves that count as compared if they are of those that are compared once, when they are set.
+        """
+        if (live := self._attempt(lambda: Live.of(state, ranks))) is None:
+            return
         # A key below a leaf, or beside others, may be a part of a tensor that has another class now.
-        alive = {text for key in present for text in (key, key.rpartition(".")[0])}
-        for name, keys in live.by_name(self.reference).items() if live is not None else ():
+        alive = {text for key in live.present for text in (key, key.rpartition(".")[0])}
+        known = live.by_name(self.sizes)
+        for name, keys in known.items():
+            settled = _settled(live.adapters[name], keys)
+            keys = [key for key in keys if key in self.reference and key not in settled]
             same, differing = _compared(self.reference, live.marks, keys)
-            self.compared.update(same)
-            gone = [key for key in keys if key not in alive and key.rpartition(".")[0] not in alive]
+            self.compared.update(same, settled & earlier)
+            gone = [key for key in keys if alive.isdisjoint((key, key.rpartition(".")[0]))]
             zeros = {*gone, *(key for key in differing if live.marks[key].is_zero())}
-            counters = [key for key in differing if key.rpartition(".")[2] in _COUNTERS]
             if live.adapters[name].kind == "module":
                 self._differ(OVERWRITTEN, [key for key in differing if key not in zeros])
                 self._differ(REINITIALISED, [key for key in keys if key in zeros])
-            elif counters and not zeros:
-                self._differ(SHIFTED, differing)
-            else:
-                self._differ(REINITIALISED if zeros else OVERWRITTEN, differing + gone)
-        known = {} if live is None else live.by_name(self.sizes)
-        unloaded = [] if live is None else [name for name in live.by_name(live.marks) if name not in known]
-        self._differ(NOT_RESTORED, unloaded)
+                continue
+            is_shifted = any(key.rpartition(".")[2] in _COUNTERS for key in differing)
+            self._differ(REINITIALISED if zeros else SHIFTED if is_shifted else OVERWRITTEN, differing + gone)
+        self._differ(NOT_RESTORED, [name for name in live.by_name(live.marks) if name not in known])
         if self.differences[SHIFTED]:  # the schedule has set the rates of the optimizer
             rates = [key for key in self.differences[OVERWRITTEN] if key.endswith(".lr")]
             self.differences[OVERWRITTEN] = [key for key in self.differences[OVERWRITTEN] if key not in rates]
@@ -300,25 +300,21 @@ class Live:
     @classmethod
     def of(cls, state: Mapping[str, Any], ranks: Ranks, names: Container[str] | None = None) -> Live:
         """Read the objects, or those with these names. Collective if a module contains FSDP1."""
-        every = (
-            adapters_of(state, stock_aliases=False, this_rank=RankAndSize(ranks.rank, ranks.size))
-            if names != set()
-            else []
-        )
+        every = adapters_of(state, stock_aliases=False, this_rank=RankAndSize(ranks.rank, ranks.size))
         readable = [a for a in every if not isinstance(a, PositionAdapter) and (names is None or a.name in names)]
         leaves, _ = gather_state(readable)
         return cls({adapter.name: adapter for adapter in readable}, marks_of(leaves), leaves.keys())
 
-    def by_name(self, marks: Marks) -> dict[str, list[str]]:
+    def by_name(self, keys: Iterable[str]) -> dict[str, list[str]]:
         """Return the keys of each object that was read here."""
-        depths = range(max((name.count(".") for name in self.adapters), default=0) + 1, 0, -1)
-        keys: dict[str, list[str]] = defaultdict(list)
-        for key in marks:
-            parts = key.split(".", depths[0])
-            name = next((above for depth in depths if (above := ".".join(parts[:depth])) in self.adapters), None)
-            if name is not None:
-                keys[name].append(key)
-        return keys
+        grouped: dict[str, list[str]] = defaultdict(list)
+        for key in keys:
+            name = key
+            while name and name not in self.adapters:
+                name = name.rpartition(".")[0]
+            if name:
+                grouped[name].append(key)
+        return grouped
 
 
 def _settled(adapter: StateAdapter, keys: Sequence[str]) -> set[str]:
@@ -334,12 +330,9 @@ def _settled(adapter: StateAdapter, keys: Sequence[str]) -> set[str]:
 
 def _marks_before(fitted: FittedLoad) -> Marks:
     """Return the marks of what ``Stateful`` objects have before the load."""
-    leaves: dict[str, Any] = {}
-    for adapter in fitted.opened.adapters:
-        if adapter.kind == "stateful":
-            replaced, _ = flatten_tree(getattr(adapter, "replaced", {}))
-            leaves |= {join(adapter.name, key): value for key, value in replaced.items()}
-    return marks_of(leaves)
+    contents = {each.name: getattr(each, "replaced", {}) for each in fitted.opened.adapters if each.kind == "stateful"}
+    leaves = ((name, flatten_tree(content)[0]) for name, content in contents.items())
+    return marks_of({join(name, key): value for name, values in leaves for key, value in values.items()})
 
 
 def _transforms(adapter: StateAdapter, fitted: FittedLoad) -> bool:
@@ -359,7 +352,7 @@ def _is_known(adapter: StateAdapter) -> bool:
 
 def _compared(then: Marks, now: Marks, keys: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the keys whose marks are equal, and those whose marks differ. Marks of two kinds are neither."""
-    pairs = [key for key in keys if key in now and then[key].kind == now[key].kind]
+    pairs = [key for key in keys if key in then and key in now and then[key].kind == now[key].kind]
     same = [key for key in pairs if then[key].digest == now[key].digest]
     return same, [key for key in pairs if then[key].digest != now[key].digest]
 
@@ -373,43 +366,39 @@ def marks_of(leaves: Mapping[str, Any]) -> Marks:
             marks[key] = _mark_of_tensor(value)
         elif is_plain(leaf):
             text = repr(leaf)
-            digest = text if len(text) <= 64 else ((xxh3_64_intdigest(text.encode()), len(text)),)
+            digest = text if len(text) <= 64 else xxh3_64_intdigest(text.encode())
             marks[key] = Mark(type(leaf), digest, len(text), len(text))
     return marks
 
 
 def _mark_of_tensor(value: ShardedValue) -> Mark:
-    chunks = [chunk for chunk in value.chunks if chunk.tensor.numel()]
-    kind = (
-        value.dtype,
-        value.shape,
-        tuple([(*chunk[:2], chunk.tensor.is_contiguous() or chunk.tensor.stride()) for chunk in chunks]),
-    )
+    chunks = value.chunks
+    # Most tensors are small, in plain memory, and a state may have thousands: a view of the memory, which keeps its
+    # tensor alive, takes six times as long as the hash. Here ``value`` keeps the tensor alive.
+    if len(chunks) == 1 and (nbytes := chunks[0].tensor.nbytes) <= _LARGE and is_plain_memory(chunks[0].tensor):
+        memory = (ctypes.c_ubyte * nbytes).from_address(address_of(chunks[0].tensor))
+        kind: tuple[Any, ...] = (value.dtype, value.shape, (*chunks[0][:2], True))
+        return Mark(kind, xxh3_64_intdigest(memory), nbytes, nbytes)
+    layouts = [(*chunk[:2], chunk.tensor.is_contiguous() or chunk.tensor.stride()) for chunk in chunks]
+    sample = b"".join([_sample(chunk.tensor) for chunk in chunks])
     nbytes = sum([chunk.tensor.nbytes for chunk in chunks])
-    if value.shape == () and chunks:
-        return Mark(kind, repr(chunks[0].tensor.item()), nbytes, nbytes)
-    digest = tuple([_digest(chunk.tensor) for chunk in chunks])
-    return Mark(kind, digest, nbytes, sum([size for _, size in digest]))
+    return Mark((value.dtype, value.shape, *layouts), xxh3_64_intdigest(sample), nbytes, len(sample))
 
 
-def _digest(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return a hash of the tensor's bytes, or of a sample, and the bytes hashed. Only the sample leaves a device: the
-    hash is the same before and after a move to a device."""
+def _sample(tensor: torch.Tensor) -> bytes | memoryview:
+    """Return the bytes of a tensor, or pieces of a large tensor. Only the pieces leave a device: they are the same
+    before and after a move to a device."""
+    step = (tensor.nbytes - _PIECE) // (_PIECES - 1) if tensor.nbytes > _LARGE else 0
     if not is_plain_memory(tensor):  # dense memory in another order is read as it is
         tensor = tensor.detach().resolve_conj().resolve_neg()
         order = sorted(range(tensor.ndim), key=lambda dim: tensor.stride()[dim], reverse=True)
         tensor = tensor.permute(order).contiguous()
-    step = (tensor.nbytes - _PIECE) // (_PIECES - 1) if tensor.nbytes > _PIECE * _PIECES else 0
-    if is_plain_memory(tensor):
-        memory: Any = memory_view(tensor)
-        if step:
-            memory = b"".join([memory[at * step : at * step + _PIECE] for at in range(_PIECES)])
-    else:
         if step:
             data = tensor.view(-1).view(torch.uint8)
             tensor = data.as_strided((_PIECES, _PIECE), (step, 1), data.storage_offset()).contiguous()
-        memory = memory_view(tensor.cpu())
-    return xxh3_64_intdigest(memory), len(memory)
+        return memory_view(tensor.cpu())
+    memory = memory_view(tensor)
+    return b"".join([memory[at * step : at * step + _PIECE] for at in range(_PIECES)]) if step else memory
 
 
 latest: ResumeCheck | None = None
@@ -450,15 +439,16 @@ def verify_resume(
     """
     if latest is None or latest.report is None:
         return None
-    check = replace(
-        latest,
-        mode=on_difference,
-        expected=[*latest.expected, *([expect_changed] if isinstance(expect_changed, str) else expect_changed)],
-        reference=dict(latest.reference),
-        compared=latest.compared - latest.reference.keys(),
-        differences=defaultdict(list, {cause: [*keys] for cause, keys in latest.differences.items()}),
-    )
     with closing(Checkpointer()) as checkpointer:
         ranks = Internals(checkpointer).ranks
-        check.compare(check.prepare(state), ranks)
+        asked = ranks.agree("begin a comparison", lambda: ResumeCheck(on_difference, expect_changed))
+        check = replace(
+            latest,
+            mode=asked.mode,
+            expected=[*latest.expected, *asked.expected],
+            reference=dict(latest.reference),
+            compared=latest.compared - latest.reference.keys(),
+            differences=defaultdict(list, {cause: [*keys] for cause, keys in latest.differences.items()}),
+        )
+        check.compare(check.prepare(state), ranks, latest.compared)
         return check.finish(ranks, latest.report, "before the first step")

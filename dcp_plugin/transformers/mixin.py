@@ -466,11 +466,12 @@ class TrainerAdapter(BaseAttachment):
         streams = SavedStreams.among(extra, args.process_index, args.world_size, args.device)
         state = checkpoints.to_load(trainer, self.found.names, streams)
         resumes = self.found.has_trainer_state
-        check = begin_check(trainer.verify_resume, trainer.expect_changed) if resumes else None
+        ranks, options = self.internals.ranks, (trainer.verify_resume, trainer.expect_changed)
+        check = begin_check(ranks, *options) if resumes else None
         with watching(check):
             self.last_load = self.internals.restore(state, self.found.path, self._partial())
         if check is not None:
-            handler, ranks = trainer.callback_handler, self.internals.ranks
+            handler = trainer.callback_handler
             end = check.compare_before(handler, "on_train_begin", state, ranks, self.last_load, self._note)
             self._at_end.callback(end)  # the training may not begin
         self.streams = streams if self.found.has_trainer_state else None  # else the training starts with step 0

@@ -118,6 +118,21 @@ def test_accelerate_compares_at_the_end_of_load_state(tmp_path: Path, is_wrong: 
     checkpoints.detach()
 
 
+@on_ranks(2)
+def test_accelerate_refuses_ranks_that_do_not_all_compare(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    from dcp_plugin.accelerate import attach
+
+    accelerator = Accelerator(cpu=True)
+    checkpoints = attach(accelerator, verify_resume=("error", False)[accelerator.process_index])
+    accelerator.prepare(nn.Linear(3, 2))
+    accelerator.save_state(tmp_path / "state")
+    load = lambda: accelerator.load_state(tmp_path / "state")  # noqa: E731
+    refusal(dcp.CheckpointMismatch, load, "verify_resume='error' and False")
+    checkpoints.detach()
+
+
 @on_ranks(1)
 def test_fabric_compares_at_the_end_of_a_load_with_an_optimizer_and_before_the_loop(tmp_path: Path) -> None:
     from lightning.fabric import Fabric

@@ -268,6 +268,23 @@ def test_an_error_that_one_rank_asks_for_is_raised_on_all(tmp_path: Path) -> Non
 
 
 @on_ranks(2)
+def test_ranks_that_compare_and_ranks_that_do_not_are_refused(tmp_path: Path) -> None:
+    state = {"n": 3}
+    dcp.save(state, tmp_path / "step-1")
+    mode: Any = ("auto", False)[torch.distributed.get_rank()]
+    resume = lambda: dcp.resume_or_init(state, tmp_path, verify_resume=mode)  # noqa: E731
+    refusal(dcp.CheckpointMismatch, resume, "rank 0 and rank 1", "verify_resume='auto' and False")
+
+
+@on_ranks(2)
+def test_a_mode_that_one_rank_misspells_is_refused_on_all(tmp_path: Path) -> None:
+    dcp.save({"n": 3}, tmp_path / "step-1")
+    dcp.resume_or_init(state := {"n": 0}, tmp_path)
+    mode: Any = ("auto", "warn")[torch.distributed.get_rank()]
+    refusal(dcp.CheckpointError, lambda: dcp.verify_resume(state, on_difference=mode), "rank 1", "'warn'")
+
+
+@on_ranks(2)
 def test_an_object_of_one_rank_beside_fsdp1_does_not_hang(tmp_path: Path) -> None:
     from tests.layouts import build, train
 

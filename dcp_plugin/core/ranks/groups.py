@@ -72,7 +72,7 @@ class RankGroups:
         if self.group_of_saves is None or not self.group_of_saves.usable:
             ranks = of_default_group(self._timeout)
             try:
-                ranks.combine("compare the configurations", lambda: self._settings, _refuse_differences)
+                ranks.combine("compare the configurations", lambda: self._settings, refuse_differences)
             except Exception:
                 ranks.close()
                 raise
@@ -97,7 +97,7 @@ class RankGroups:
         self.group_of_saves = self._group_of_calls = None
 
 
-def _refuse_differences(settings: list[dict[str, Any]]) -> None:
+def refuse_differences(settings: list[dict[str, Any]]) -> None:
     """Check that all ranks have the same settings. Ranks with different settings would wait for each other in different
     collectives.
 

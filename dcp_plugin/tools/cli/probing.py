@@ -13,7 +13,6 @@ from dcp_plugin.tools.cli.terminal import (
     NO,
     UNDECIDED,
     Answer,
-    ExcludeOption,
     JsonOption,
     StorageOptionsOption,
     echo,
@@ -69,7 +68,6 @@ def prove_command(
     in_place: Annotated[
         bool, typer.Option("--in-place", help="Accept a command without {run}, which saves to new folders.")
     ] = False,
-    exclude: ExcludeOption = None,
     as_json: JsonOption = False,
 ) -> Answer:
     """Run a training undisturbed, and killed and resumed, and compare their checkpoints.
@@ -87,7 +85,6 @@ def prove_command(
         timeout=timeout,
         in_place=in_place,
         folder=folder,
-        exclude=exclude or (),
         notify=partial(echo, err=True),
     )
     status = {"exact": 0, "different": NO, "inconclusive": UNDECIDED}[proof.verdict]
