@@ -8,19 +8,15 @@ Lightning script on a machine that has this package installed starts slower or b
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 
-def lightning_callbacks() -> list[Any]:
-    """Return the callbacks for ``lightning.pytorch``."""
-    return _callbacks("lightning.pytorch")
-
-
-def pytorch_lightning_callbacks() -> list[Any]:
-    """Return the callbacks for ``pytorch_lightning``."""
-    return _callbacks("pytorch_lightning")
-
-
 def _callbacks(package: str) -> list[Any]:
+    """Return the callbacks for one of Lightning's packages."""
     callback = sys.modules.get("dcp_plugin.lightning.callback")
     return callback.callbacks_for_new_trainer(package) if callback is not None else []
+
+
+lightning_callbacks = partial(_callbacks, "lightning.pytorch")
+pytorch_lightning_callbacks = partial(_callbacks, "pytorch_lightning")

@@ -109,9 +109,8 @@ class Checkpointer:
 
         The process group is not closed here, because other ranks may be at a different point of the program.
         """
-        if _program_ends() or not hasattr(self, "_writer"):  # without _writer, the constructor has raised
-            return
-        if self._queue.is_inherited:
+        # Without _writer, the constructor has raised.
+        if _program_ends() or not hasattr(self, "_writer") or self._queue.is_inherited:
             return
         held = ["a process group"] * self._groups.held + self._writer.holdings()
         if held:

@@ -89,8 +89,7 @@ def begin_check(mode: Any, expect_changed: Sequence[str] = ()) -> Any:
 
 def watching(check: Any) -> AbstractContextManager[None]:
     """Return a block whose loads ``check`` compares; without a check, a block without effect."""
-    watched: AbstractContextManager[None] = nullcontext() if check is None else check.watching()
-    return watched
+    return nullcontext() if check is None else check.watching()
 
 
 @dataclass(frozen=True)
@@ -221,27 +220,24 @@ class StartOptions:
         Args:
             files: The files of the checkpoint, see :meth:`Internals.shown`.
         """
-        if self.init_from is None:
+        if (init_from := self.init_from) is None:
             return
 
-        def leaves_out() -> bool:
-            with suppress(CheckpointError, OSError), CheckpointReader(path, check_files=False, files=files) as reader:
-                return bool(reader.index.left_out)  # the load raises the error of a checkpoint that cannot be read
-            return False
-
         def find() -> Where | None:
-            return self._source() if leaves_out() else None
+            left_out: Collection[str] = ()
+            with suppress(CheckpointError, OSError), CheckpointReader(path, check_files=False, files=files) as reader:
+                left_out = reader.index.left_out  # the load raises the error of a checkpoint that cannot be read
+            return self._source(init_from) if left_out else None
 
         source = Internals(checkpointer).ranks.from_zero(f"look at {path}", find)
         if source is not None:
             checkpointer.load(modules, source, self.partial, self.strict)
 
-    def _source(self) -> Where:
-        assert self.init_from is not None, "the caller has asked"
-        source = locate(as_path(self.init_from, self.storage_options))
+    def _source(self, init_from: PathLike) -> Where:
+        source = locate(as_path(init_from, self.storage_options))
         if not medium_of(source).kind(source):
             raise CheckpointNotFound(
-                f"nothing is at init_from={self.init_from}, and this run has no complete checkpoint of its own to "
+                f"nothing is at init_from={init_from}, and this run has no complete checkpoint of its own to "
                 "resume from. Give the path of a checkpoint, or no init_from to start from scratch."
             )
         return source
@@ -266,7 +262,7 @@ class StartOptions:
             return Start("resumed", own, summary.step if summary is not None else None)
         if self.init_from is None:
             return Start("fresh")
-        return Start("warm-started", self._source())
+        return Start("warm-started", self._source(self.init_from))
 
 
 def _refuse_a_mixture(start: Start, report: LoadReport | None, damaged: list[Where]) -> None:

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal, SupportsIndex, cast
 
 from accelerate import Accelerator
 from torch import nn
@@ -55,6 +55,9 @@ from dcp_plugin.integration import (
 from dcp_plugin.start import Start, StartOptions, begin_check, watching
 
 _ATTRIBUTE = "dcp_plugin_attachment"
+_STEP = re.compile(r"(?:.*[-_.])?(?:global_?)?step[-_=]?(\d+)|checkpoint-(\d+)", re.IGNORECASE)
+"""The training step in the name of a directory: step_500, step-500, global_step500, epoch_1_step_500, or checkpoint-500
+of transformers. Accelerate records no step; the automatic checkpoint_0, checkpoint_1 count saves."""
 _REPLACED = ("save_state", "load_state", "prepare_data_loader", "skip_first_batches", "end_training")
 
 
@@ -193,7 +196,8 @@ class Attachment(BaseAttachment):
         project = self._project()
         training = Training.of(accelerator)
         attendance = self._attendance
-        path = self._path_to_save(project, output_dir)
+        path = self._given(output_dir) if project is None else project.current_path
+        path = resolved(path) if project is None and is_link(path) else path
         # A rank that has saved alone has counted more automatic names, so all ranks compare the project's directory.
         folder = path if project is None else project.root
         alone = attendance is not None and training.is_replicated and attendance.rank_0_saves_alone(folder)
@@ -222,7 +226,8 @@ class Attachment(BaseAttachment):
             state.update(extra_state.gather(accelerator, loaders, training.registered, accelerator_step, with_rng))
 
         views = stock_format.views(training.models, training.optimizers) if for_stock else None
-        step = _step_named(path.name)
+        named = _STEP.fullmatch(path.name)
+        step = int(named[1] or named[2]) if named else None
         handle = internals.save(state, path, step, files=before, views=views, metrics=metrics)
         if project is not None and accelerator.is_main_process:
             delete = self.checkpointer.remove
@@ -234,6 +239,9 @@ class Attachment(BaseAttachment):
         self,
         input_dir: PathLike | None = None,
         load_kwargs: dict[str, Any] | None = None,
+        *,
+        strict: bool = True,
+        map_location: str | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
         """Load in place of ``Accelerator.load_state``, by default the newest committed checkpoint of the project.
@@ -254,7 +262,7 @@ class Attachment(BaseAttachment):
             project = project.with_local(self.internals.surviving(project.root))
         path = self._decide(project.newest) if project is not None and input_dir is None else self._given(input_dir)
         with self.internals.shown(path) as files:
-            self._load_from(path, files, load_kwargs, load_model_func_kwargs)
+            self._load_from(path, files, load_kwargs, strict, map_location, load_model_func_kwargs)
         if project is not None:
             project.continue_numbering()
 
@@ -263,18 +271,21 @@ class Attachment(BaseAttachment):
         path: Where,
         files: SourceFiles | None,
         load_kwargs: dict[str, Any] | None,
-        load_model_func_kwargs: dict[str, Any],
+        strict: bool,
+        map_location: str | None,
+        others: Collection[str],
     ) -> None:
-        """Load a checkpoint of this package or of stock Accelerate, with the hooks around it."""
+        """Load a checkpoint of this package or of stock Accelerate, with the hooks around it.
+
+        Args:
+            others: The names of other arguments, which are for models that Accelerate itself shards.
+        """
         accelerator = self._accelerator
-        arguments = {"strict": True, "map_location": None, **load_model_func_kwargs}
-        strict, map_location = bool(arguments.pop("strict")), arguments.pop("map_location")
         if map_location not in (None, "cpu", "on_device"):
             raise TypeError(f"map_location={map_location!r}: Accelerate has 'cpu', 'on_device' and None.")
         training = Training.of(accelerator)
-        if arguments and not training.sharded:
-            name = min(arguments)
-            raise TypeError(f"load_state has no argument {name!r}: strict and map_location are for the models.")
+        if others and not training.sharded:
+            raise TypeError(f"load_state has no argument {min(others)!r}: strict and map_location are for the models.")
         ranks = self.internals.ranks
         is_stock = ranks.from_zero(f"look at {path}", lambda: files is None and stock_format.is_stock(path))
         # The keys are read before the hooks, which may take an incomplete checkpoint for the name of a model on a hub.
@@ -456,8 +467,7 @@ class Attachment(BaseAttachment):
 
     def _original(self, name: str) -> Callable[..., Any]:
         """Return the accelerator's own method, which :func:`attach` has replaced."""
-        method: Callable[..., Any] = getattr(super(type(self._accelerator), self._accelerator), name)
-        return method
+        return cast("Callable[..., Any]", getattr(super(type(self._accelerator), self._accelerator), name))
 
     def _track(self) -> list[Tracker]:
         """Track the loaders that are new. Return the trackers of all loaders, in the order of ``prepare``."""
@@ -465,13 +475,6 @@ class Attachment(BaseAttachment):
 
     def _project(self) -> Project | None:
         return Project.of(self._accelerator, self.config.storage_options)
-
-    def _path_to_save(self, project: Project | None, output_dir: PathLike | None) -> Where:
-        """Return the path that a save of this rank would write to. If ``output_dir`` is a link, return the target."""
-        if project is not None:
-            return project.current_path
-        path = self._given(output_dir)
-        return resolved(path) if is_link(path) else path
 
     def _decide(self, choose: Callable[[], Where]) -> Where:
         """Return the path that rank 0 chooses, on all ranks. If rank 0 fails, raise on all ranks."""
@@ -502,16 +505,6 @@ def _extra_keys(path: Where, files: SourceFiles | None, training: Training, stri
             f"{path} has a model, and the accelerator has none: call load_state after accelerator.prepare(…)."
         )
     return keys.get(EXTRA, [])
-
-
-_STEP = re.compile(r"(?:.*[-_.])?(?:global_?)?step[-_=]?(\d+)|checkpoint-(\d+)", re.IGNORECASE)
-
-
-def _step_named(name: str) -> int | None:
-    """Return the training step in the name of a directory: step_500, step-500, global_step500, epoch_1_step_500, or
-    checkpoint-500 of transformers. Accelerate records no step; the automatic checkpoint_0, checkpoint_1 count saves."""
-    match = _STEP.fullmatch(name)
-    return int(match[1] or match[2]) if match else None
 
 
 def _refuse_trackers_at_url(accelerator: Accelerator) -> None:

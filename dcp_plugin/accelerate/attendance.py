@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import time
 import weakref
 from collections import deque
@@ -34,12 +33,11 @@ from accelerate import Accelerator
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dcp_plugin.accelerate import _accelerate
+from dcp_plugin.core.errors import logger
 from dcp_plugin.core.paths import Where, resolved
 from dcp_plugin.core.ranks.collectives import Call
 from dcp_plugin.core.ranks.meeting import within_timeout
 from dcp_plugin.core.tensors._torch import default_store
-
-logger = logging.getLogger("dcp_plugin")
 
 FIRST_WAIT = 60.0
 """Seconds that rank 0 waits for another rank."""

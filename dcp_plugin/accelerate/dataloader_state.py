@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,8 +37,7 @@ from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
 from dcp_plugin.accelerate._accelerate import PreparedLoader
-
-logger = logging.getLogger("dcp_plugin")
+from dcp_plugin.core.errors import logger
 
 
 class TrackedSampler(Sampler[int]):

@@ -154,7 +154,7 @@ def _load_registered(path: Where, local: Path, registered: list[Any]) -> None:
 
 
 def _is_sharded(path: Where) -> bool:
-    return extra_files.has_file(path / _MODEL_DIRECTORY.format(0), ".metadata")
+    return ".metadata" in extra_files.names_in(path / _MODEL_DIRECTORY.format(0))
 
 
 @dataclass(frozen=True)

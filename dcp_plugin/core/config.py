@@ -141,16 +141,7 @@ class CheckpointConfig(Options):
             if isinstance(changes := getattr(self, name), Mapping):
                 object.__setattr__(self, name, group(**changes))
         super().__post_init__()
-        self._check_ranges()
-        if self.storage_options is not None:
-            object.__setattr__(self, "storage_options", StoreOptions(self.storage_options))
-        if self.events is not None:
-            local = as_local(self.events, "the file of events", "Give a local file, and copy it when the job ends.")
-            object.__setattr__(self, "events", local)
-
-    def _check_ranges(self) -> None:
-        newest = getattr(self.keep_last, "newest", self.keep_last)
-        if self.async_save and newest == 1:
+        if self.async_save and getattr(self.keep_last, "newest", self.keep_last) == 1:
             raise ValueError(
                 f"keep_last={self.keep_last} with async_save=True: keep at least 2, since the newest may still be on "
                 f"its way to disk."
@@ -160,6 +151,11 @@ class CheckpointConfig(Options):
                 "staging='lazy' needs async_save=True: a save that waits for the disk makes no copy, so it would "
                 "gain nothing. Pass async_save=True, or leave out staging."
             )
+        if self.storage_options is not None:
+            object.__setattr__(self, "storage_options", StoreOptions(self.storage_options))
+        if self.events is not None:
+            local = as_local(self.events, "the file of events", "Give a local file, and copy it when the job ends.")
+            object.__setattr__(self, "events", local)
 
     @classmethod
     def preset(cls, name: Literal["local", "cluster", "bucket"], /, **overrides: Any) -> CheckpointConfig:

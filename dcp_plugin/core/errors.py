@@ -106,25 +106,15 @@ class CheckpointError(Exception):
     """Base class of all exceptions that this package raises on purpose."""
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(_message(arg) if isinstance(arg, str) else arg for arg in args))
-        super().add_note(self._where_explained())
+        # A newline before an indented line stays, since messages of this package list items so.
+        super().__init__(*(_NEWLINE.sub(r"\\n", printable(arg)) if isinstance(arg, str) else arg for arg in args))
+        # The class, or its nearest base class here: the documentation has no subclasses of users.
+        public = next(base.__name__ for base in type(self).__mro__ if globals().get(base.__name__) is base)
+        super().add_note(f"See `dcp-plugin explain {public}`, or {EXPLAINED}#{public.lower()}")
 
     def add_note(self, note: str, /) -> None:
         """Add a note to the traceback. The line with the address of the explanation stays the last one."""
-        super().add_note(note)
-        last = self._where_explained()
-        self.__notes__ = [text for text in self.__notes__ if text != last] + [last]
-
-    @classmethod
-    def _where_explained(cls) -> str:
-        """Return the line with the command and the address that explain the class, or its nearest base class here."""
-        public = next(base for base in cls.__mro__ if globals().get(base.__name__) is base)
-        return f"See `dcp-plugin explain {public.__name__}`, or {EXPLAINED}#{public.__name__.lower()}"
-
-
-def _message(text: str) -> str:
-    """Escape a message. A newline before an indented line stays, since messages of this package list items so."""
-    return _NEWLINE.sub(r"\\n", printable(text))
+        self.__notes__.insert(-1, note)
 
 
 @public_class()

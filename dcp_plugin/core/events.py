@@ -10,7 +10,6 @@ subscriber is logged, and the save goes on. This package has three subscribers o
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,10 +18,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from dcp_plugin.core.errors import logger
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.types import public_class
-
-logger = logging.getLogger("dcp_plugin")
 
 
 @public_class("dcp_plugin.events")

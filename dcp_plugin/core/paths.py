@@ -136,8 +136,7 @@ class ObjectPath(str):
 
     @property
     def parent(self) -> ObjectPath:
-        above = self.key.rpartition("/")[0]
-        return self._with_key(above)
+        return self._with_key(self.key.rpartition("/")[0])
 
     @property
     def parents(self) -> list[ObjectPath]:
@@ -146,9 +145,6 @@ class ObjectPath(str):
             path = path.parent
             above.append(path)
         return above
-
-    def with_name(self, name: str) -> ObjectPath:
-        return self.parent / name
 
     def __truediv__(self, below: str) -> ObjectPath:
         # The leading "/" keeps ".." inside of the bucket.

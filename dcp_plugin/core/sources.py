@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from dcp_plugin import core
 from dcp_plugin.core.config import CheckpointConfig
@@ -93,8 +93,7 @@ def keeper_of(config: CheckpointConfig) -> KeeperFactories | None:
     if config.keeper is None:
         return None
     assert core.keeper is not None, "the package has registered it"
-    factories: KeeperFactories = core.keeper()
-    return factories
+    return cast(KeeperFactories, core.keeper())
 
 
 def source_of(config: CheckpointConfig) -> Source:

@@ -22,5 +22,4 @@ def plugin_of(strategy: Any) -> Any:
 def unwrapper(fabric: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return the function that puts the strategy's modules in place of Fabric's wrappers, for a Fabric or its strategy.
     Under FSDP1 a wrapper's state dict does not have the shards. ``fabric.load`` does the same; it is not public."""
-    unwrap: Callable[[dict[str, Any]], dict[str, Any]] = package_behind(fabric).fabric("wrappers")._unwrap_objects
-    return unwrap
+    return package_behind(fabric).fabric("wrappers")._unwrap_objects  # type: ignore[no-any-return]

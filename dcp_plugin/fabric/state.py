@@ -25,7 +25,7 @@ the same error. Checkpoints of every framework are loaded, and of Fabric without
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -412,7 +412,11 @@ def load(
     target: dict[str, Any] = {**names_for(trained_modules(adapter, objects), modules.values())}
     for name, place in places.items():
         target.update(_target(adapter, name, objects[name], place, contents))
-    remainder = _remainder(adapter, contents, places.values())
+    remainder = {
+        name: key
+        for name, key in contents.keys.items()
+        if key not in places.values() and key.partition(".")[0] not in sharded
+    }
     target.update(dict.fromkeys(remainder.values()))
     if optimizers and adapter.attachment.config.rng:
         target.update(_streams(adapter, contents))
@@ -487,14 +491,6 @@ def _is_replaced(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(_is_replaced(item) for item in value.values())
     return not isinstance(value, (nn.Module, Optimizer, Stateful, PerRank, DTensor, ShardedTensor))
-
-
-def _remainder(adapter: FabricStrategy, contents: Contents, taken: Collection[str]) -> dict[str, str]:
-    """Return the keys of the remaining values in the checkpoint, by the names that the user gets."""
-    sharded = contents.sharded if adapter.keeps_shards else ()
-    return {
-        name: key for name, key in contents.keys.items() if key not in taken and key.partition(".")[0] not in sharded
-    }
 
 
 def _streams(adapter: FabricStrategy, contents: Contents) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from dcp_plugin.core.paths import PathLike, Where, as_path
 from dcp_plugin.core.records import LoadReport
 from dcp_plugin.integration.extra_files import (
     META,
-    has_file,
     is_of_stock_lightning,
     is_quarantined,
     is_regular_file,
@@ -72,7 +71,6 @@ __all__ = [
     "among",
     "encode",
     "entries_of",
-    "has_file",
     "holds_sharded",
     "inspect_files",
     "is_of_stock_lightning",

@@ -74,8 +74,8 @@ def names_in(path: Where) -> set[str]:
     return set()
 
 
-def has_file(path: Where, name: str, files: SourceFiles | None = None) -> bool:
-    """Return whether a checkpoint exists and has a file.
+def read_file(path: Where, name: str, files: SourceFiles | None) -> bytes:
+    """Return the bytes of a file of a checkpoint, empty if the checkpoint lacks the file.
 
     Args:
         name: Name of the file, with ``/`` between folders.
@@ -84,14 +84,6 @@ def has_file(path: Where, name: str, files: SourceFiles | None = None) -> bool:
     Raises:
         CheckpointUnreadable: The file system fails to read.
     """
-    with damage_in(path), suppress(FileNotFoundError, NotADirectoryError):
-        return exists(files or unpacked(medium_of(path).open(path)), name)
-    return False
-
-
-def read_file(path: Where, name: str, files: SourceFiles | None) -> bytes:
-    """Return the bytes of a file of a checkpoint, empty if the checkpoint lacks the file. Arguments and errors are
-    those of :func:`has_file`."""
     with damage_in(path):
         source = files or unpacked(medium_of(path).open(path))
         return read(source, name) if exists(source, name) else b""

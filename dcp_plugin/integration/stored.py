@@ -98,10 +98,6 @@ def inspect_files(path: PathLike, files: SourceFiles | None) -> CheckpointInfo:
         return info_of(reader.open())
 
 
-def _fields_of(value: Any) -> dict[str, Any]:
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-
-
 _PLAIN_FORMS: dict[type, Callable[[Any], Any]] = {
     Enum: lambda value: value.value,
     timedelta: timedelta.total_seconds,
@@ -130,7 +126,7 @@ def plain(value: Any) -> Any:
         return None
     form = next((form for kind, form in _PLAIN_FORMS.items() if isinstance(value, kind)), None)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        form = form or _fields_of
+        form = form or (lambda value: {field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
     if form is not None:
         return value if is_storable(value) else plain(form(value))
     if isinstance(value, dict):

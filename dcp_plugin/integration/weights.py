@@ -80,14 +80,13 @@ class StoredWeights:
 
     def other_shapes(self, stored: Mapping[str, str], tensors: Mapping[str, Any]) -> list[str]:
         """Return a line for each tensor of the model whose shape in the checkpoint differs."""
-        lines = []
-        for key, name in stored.items():
-            if name not in self or not isinstance(tensors[key], torch.Tensor):
-                continue
-            entry = self._tensor(name)
-            if entry is not None and tuple(tensors[key].shape) != entry.shape:
-                lines.append(f"{key} has shape {tuple(tensors[key].shape)}, and {entry.shape} in the checkpoint")
-        return lines
+        shapes = {key: tuple(tensors[key].shape) for key in stored if isinstance(tensors[key], torch.Tensor)}
+        entries = {key: self._tensor(stored[key]) for key in shapes if stored[key] in self}
+        return [
+            f"{key} has shape {shapes[key]}, and {entry.shape} in the checkpoint"
+            for key, entry in entries.items()
+            if entry is not None and entry.shape != shapes[key]
+        ]
 
     def _tensor(self, key: str) -> StoredTensor | None:
         entry = self._index[key]

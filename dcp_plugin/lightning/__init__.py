@@ -18,8 +18,13 @@ from dcp_plugin.lightning.io import DCPCheckpointIO  # noqa: E402
 from dcp_plugin.lightning.live_load import load_from_checkpoint  # noqa: E402
 from dcp_plugin.lightning.strategy import dcp_strategy_class  # noqa: E402
 
-__all__ = ["DCPCallback", "DCPCheckpointIO", "dcp_strategy_class", "load_from_checkpoint"]
-__all__ += [f"DCP{name}" for name in lightning_packages.SUPPORTED]
+__all__ = [
+    "DCPCallback",
+    "DCPCheckpointIO",
+    "dcp_strategy_class",
+    "load_from_checkpoint",
+    *(f"DCP{name}" for name in lightning_packages.SUPPORTED),
+]
 
 
 def __getattr__(name: str) -> Any:

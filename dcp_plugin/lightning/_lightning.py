@@ -57,14 +57,6 @@ def put_first(trainer: Any, callback: Callback) -> None:
     trainer.callbacks = [callback, *trainer.callbacks]
 
 
-def loop_of(trainer: Any) -> tuple[Any, str]:
-    """Return the loop of a fit, and the name of its method that calls ``on_train_start`` of all callbacks.
-
-    No method of a strategy is called between the restore and these hooks.
-    """
-    return trainer.fit_loop, "on_run_start"
-
-
 def begins_stage(*args: Any, **kwargs: Any) -> bool:
     """Return whether these are the arguments of the barrier after all restoring and before the sanity check.
 

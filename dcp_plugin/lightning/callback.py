@@ -31,7 +31,7 @@ from dcp_plugin.lightning.model_checkpoint import (
     upload_directories,
     with_directory,
 )
-from dcp_plugin.lightning.strategy import LightningAdapter, promote
+from dcp_plugin.lightning.strategy import LightningAdapter, dcp_strategy_class
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -62,7 +62,7 @@ def dcp_callback_class(package: Package) -> type[Any]:
                 _lightning.take_out(trainer, self)
                 return
             _refuse_mixture(trainer, self)
-            promote(trainer.strategy)
+            trainer.strategy.__class__ = dcp_strategy_class(type(trainer.strategy))
             promote_callbacks(trainer)  # before the callbacks' own setup, which refuses links in a store
             _warn_if_wrapped(trainer)
             _refuse_interval_without_place(trainer, stage)

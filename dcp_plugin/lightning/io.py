@@ -81,7 +81,8 @@ class PostCommit:
         self._newest: RunningSave | None = None
         self._number = 0
         """Number of the newest save."""
-        self._changes: list[_FileChange] = []
+        self._changes: dict[_FileChange, bool] = {}
+        """The changes that wait, in order. The value is True: of two threads that pop a change, one gets it."""
         self._due: deque[Callable[[], object]] = deque()
         """Actions that only the training's thread may run."""
         self._only_local: set[Where | None] = set()
@@ -106,7 +107,7 @@ class PostCommit:
         if self._newest is None:
             make()
             return
-        self._changes.append(_FileChange(self._number, deletes, make, in_training))
+        self._changes[_FileChange(self._number, deletes, make, in_training)] = True
         self.make_changes()
 
     def make_changes(self) -> None:
@@ -124,26 +125,20 @@ class PostCommit:
             if change.after > number or not (durable or change.deletes in self._only_local):
                 continue
             is_superseded_link = change.deletes is None and change.after < number
-            if self._take(change) and not is_superseded_link:
+            if self._changes.pop(change, False) and not is_superseded_link:
                 self._only_local.discard(change.deletes)
                 if change.in_training:
                     self._due.append(change.make)
                 else:
                     change.make()
 
-    def _take(self, change: _FileChange) -> bool:
-        try:
-            self._changes.remove(change)
-        except ValueError:  # another thread makes the change
-            return False
-        return True
-
     def forget_failed(self) -> None:
         """Forget a failed save, which was reported: its changes are dropped, and later actions wait for no save."""
         if self._newest is not None and self._newest.finished is None:
             self._newest = None
-            for change in [change for change in self._changes if change.after == self._number]:
-                self._take(change)
+            for change in list(self._changes):  # a copy, since another thread may take a change
+                if change.after == self._number:
+                    self._changes.pop(change, None)
 
     def is_under_way(self, path: PathLike) -> bool:
         """Return whether a save to ``path`` is in flight."""
@@ -238,8 +233,7 @@ class DCPCheckpointIO(Saver):
         self.weights_only = weights_only
         self.init_from = init_from
         self.partial = partial
-        self.verify_resume = verify_resume
-        self.expect_changed = expect_changed
+        self.check_options = verify_resume, expect_changed
         self.started: Start | None = None
         """The start of the last ``fit``, set before ``on_sanity_check_start`` and ``on_train_start``; None if it
         continued an earlier ``fit`` of the same Trainer."""

@@ -176,12 +176,10 @@ def _with_stored_names(model: nn.Module, state: Any, optimizer: Optimizer, weigh
     plain_names = pruned_names(model) if weights and not names.keys() <= weights.keys() else {}
     pruned = {own: name for own, name in plain_names.items() if name in weights and own not in weights}
     is_numbered = not is_keyed_by_name(state)
-    try:
+    with suppress(LookupError, TypeError, AttributeError):  # stored as it is: a hook has put something else there
         if is_numbered or pruned:
             numbered = state if is_numbered else with_numbers(state)
             return with_names(numbered, [pruned.get(name, name) for name in names])
-    except (LookupError, TypeError, AttributeError):  # stored as it is: a hook has put something else in its place
-        pass
     return state
 
 

@@ -149,19 +149,14 @@ def _saving_in(hook: str, original: Callable[..., None]) -> Callable[..., None]:
         io.saving_hook, io.monitor = hook, getattr(self, "monitor", None)
         try:
             original(self, trainer, *args)
-            if hook == "on_train_batch_end" and hasattr(self, "dirpath"):
-                _save_when_due(self, trainer, io)
+            # All other callbacks have run before the last one that saves, so their saved state is that after the batch.
+            is_last = hook == "on_train_batch_end" and self in with_directory(trainer)[-1:]
+            if is_last and io.is_due(trainer.global_step):
+                trainer.save_checkpoint(f"{self.dirpath}/{TIMED}")
         finally:
             io.saving_hook, io.monitor = "", None
 
     return saving
-
-
-def _save_when_due(callback: Any, trainer: Any, io: DCPCheckpointIO) -> None:
-    """Save if a save is due, in the hook of the last callback that saves. All other callbacks have run before it, so
-    their saved state is that after the batch."""
-    if callback is with_directory(trainer)[-1] and io.is_due(trainer.global_step):
-        trainer.save_checkpoint(f"{callback.dirpath}/{TIMED}")
 
 
 def with_directory(trainer: Any) -> list[Any]:
@@ -282,7 +277,12 @@ class CheckpointChoice:
     def _called_last(self, callback: Any, folder: Where) -> set[Where]:
         """Return the checkpoints called ``last`` that can be resumed from, or a newer one of the local tier alone; if
         none can, the newest checkpoint in the folder."""
-        paths = {path for path in paths_in(folder) if _is_called_last(callback, path.name)}
+        # The callback's own search drops the scheme of a bucket from the paths, and answers from cached listings.
+        paths = {
+            path
+            for path in paths_in(folder)
+            if path.name.endswith(callback.FILE_EXTENSION) and re.match(callback.CHECKPOINT_NAME_LAST, path.name)
+        }
         local = self._local_in(folder) if callback.save_last else []
         newest = max(local, key=lambda state: state.time, default=None)
         if newest is not None and all((self._time_of(path) or 0.0) < newest.time for path in paths):
@@ -317,12 +317,6 @@ class CheckpointChoice:
         """Return the time at which a checkpoint directory or file was made; None if it does not exist."""
         local = source_of(self.io.config).newest_time(path)
         return saved_at(path) if local is None else local
-
-
-def _is_called_last(callback: Any, name: str) -> bool:
-    """Return whether a ``ModelCheckpoint`` takes a file of this name for ``last``. Its own search drops the scheme of a
-    bucket from the paths, and answers from cached listings."""
-    return name.endswith(callback.FILE_EXTENSION) and bool(re.match(callback.CHECKPOINT_NAME_LAST, name))
 
 
 def _reason_to_pass_over(path: Where) -> str:

@@ -1,8 +1,8 @@
 """Strategies with which all ranks save directly from the model and optimizers, and load directly into them.
 
-:func:`promote` replaces the class of a trainer's strategy by its :func:`dcp_strategy_class`: a subclass of the user's
-own class alone, whose methods for checkpoints forward to a :class:`LightningAdapter`. The classes for users who make
-their strategies themselves (``DCPFSDPStrategy``, for Hydra) are made in the same way.
+:class:`~dcp_plugin.lightning.DCPCallback` replaces the class of a trainer's strategy by its :func:`dcp_strategy_class`:
+a subclass of the user's own class alone, whose methods for checkpoints forward to a :class:`LightningAdapter`. The
+classes for users who make their strategies themselves (``DCPFSDPStrategy``, for Hydra) are made in the same way.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class LightningAdapter(StrategyAdapter):
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> Checkpoint:
         self._loaded = self._resume = None
-        self._check = begin_check(self.io.verify_resume, self.io.expect_changed) if self.fitting else None
+        self._check = begin_check(*self.io.check_options) if self.fitting else None
         path = self.io.where(self.strategy.broadcast(checkpoint_path))
         weights_only = self.io.weights_only if weights_only is None else weights_only
         self.io.wait()
@@ -308,7 +308,8 @@ class LightningAdapter(StrategyAdapter):
             self.io.started = replace(started, report=report if started.report is not None else None)
 
         report = started.report or LoadReport(cast(Where, started.path))
-        self._at_end.callback(check.compare_before(*_lightning.loop_of(trainer), state, ranks, report, note))
+        # No method of a strategy is called between the restore and ``on_train_start`` of all callbacks.
+        self._at_end.callback(check.compare_before(trainer.fit_loop, "on_run_start", state, ranks, report, note))
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -352,15 +353,6 @@ class LightningAdapter(StrategyAdapter):
             self.stock.teardown()
         finally:
             self.io.teardown()  # the teardown of FSDP and ModelParallel does not call that of the plugin
-
-
-def promote(strategy: Strategy) -> None:
-    """Make a strategy save and load with :class:`DCPCheckpointIO`. Do nothing if the strategy is already promoted.
-
-    Raises:
-        CheckpointError: The strategy is not supported.
-    """
-    strategy.__class__ = dcp_strategy_class(type(strategy))
 
 
 @functools.cache

@@ -78,7 +78,8 @@ class Save:
     """True while a thread works on the save's stage."""
     began: float = field(default_factory=time.monotonic)
     parts: dict[int, Part] = field(default_factory=dict)
-    record: Record | None = None
+    number: int = 0
+    """The number of the save in its run, once it is in ``keeper.dir``."""
     local_seconds: float | None = None
     """Time from the call until the save was complete locally; None if it is not."""
     published_at: float = 0.0
@@ -200,10 +201,9 @@ class Coordinator:
             if end is None or end.is_final or token not in self._journal.ready():
                 return token in self.tokens() or (end is not None and end.published)
             save = self._save_of(token)
-            checkpoint = self._node.local_checkpoints(save.job).find(token)
-            if checkpoint is None:
+            if self._node.local_checkpoints(save.job).find(token) is None:
                 return False
-            save.record, save.local_seconds, save.copies = checkpoint.record, end.local_seconds, end.copies
+            save.local_seconds, save.copies = end.local_seconds, end.copies
             save.degraded += filter(None, [end.degraded])
             self._put(save, "reopen")  # no thread works on this stage: the save waits until all nodes have reopened it
             try:
@@ -387,7 +387,7 @@ class Coordinator:
             self._published[path] = save.token, save.published_at
 
     def _write_locally(self, save: Save) -> None:
-        number = self._next_number(save)
+        save.number = self._next_number(save)
         self._write_parts(save, None)
         head, recorded, parts = save.head, time_of(save.token), save.parts.values()
         sizes = {name: size for part in parts for name, size in part.files.items()}
@@ -400,7 +400,7 @@ class Coordinator:
         all_sizes = sizes | {name: size for part in parts for name, size in part.attached_sizes.items()}
         files = {name: bytes(data) for name, data in composed.items()}
         all_sizes |= {name: len(data) for name, data in files.items()}
-        record = save.record = Record(
+        record = Record(
             path=str(path_of(save.path)),
             token=save.token,
             save_id=head.save_id,
@@ -408,7 +408,7 @@ class Coordinator:
             time=recorded,
             step=save.job.step,
             run=self._run_of(save),
-            number=number,
+            number=save.number,
             files=all_sizes,
             nodes=len(save.nodes),
         )
@@ -485,8 +485,7 @@ class Coordinator:
         except Exception as error:  # a save without copies is better than none, and the next save tries again
             self._degrade(save, f"{save.path} has no copies on other nodes: {error}")
         failure = self._complete(save)
-        assert save.record is not None, "it was written locally"
-        if keeper.durable_every and (save.record.number % keeper.durable_every == 0 or save.head.durable):
+        if keeper.durable_every and (save.number % keeper.durable_every == 0 or save.head.durable):
             self._drop_overtaken(keeper.keep - 1)
             return "drain"
         return self._end(save, published=False) if failure is None else self._fail(save, failure)

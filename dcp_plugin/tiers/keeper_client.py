@@ -42,10 +42,6 @@ _ANSWER = 60.0
 """Seconds in which a keeper that is alive has to answer, if ``timeout`` is not shorter."""
 
 
-def _seconds_since_boot() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
 @dataclass(frozen=True)
 class _Training:
     """Identity of a training, equal on all its ranks."""
@@ -141,7 +137,7 @@ class KeeperClient:
             medium = medium_of(self._root)
             times.append(newest_time(medium, self._root))
             if on_file_system(self._root) is None:  # a reservation has the time of the store
-                began, reservation = _seconds_since_boot(), medium.reserve(self._root / "clock")
+                began, reservation = time.clock_gettime(time.CLOCK_BOOTTIME), medium.reserve(self._root / "clock")
                 medium.discard(reservation)
                 self._store_clock = None if reservation.time is None else (reservation.time, began)
 
@@ -154,7 +150,7 @@ class KeeperClient:
         if self._store_clock is None:
             return time.time()
         time_there, then = self._store_clock
-        return time_there + _seconds_since_boot() - then
+        return time_there + time.clock_gettime(time.CLOCK_BOOTTIME) - then
 
     # Requests
 

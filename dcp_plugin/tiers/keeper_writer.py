@@ -157,15 +157,6 @@ class KeptSaves:
         self._has_warned_of_clock = False
         self._newest: tuple[str, RunningSave] | None = None
 
-    def _renew_group(self, ranks: Ranks) -> None:
-        """Make the group in which the threads of saves meet, if the default group has changed. Collective.
-
-        One rank may come at once, and another after it has waited for its keeper until the timeout. So the timeout of
-        the group is longer.
-        """
-        if ranks.size > 1 and (self.group.size == 1 or not self.group.usable):
-            self.group = of_default_group(3 * self._config.timeout)
-
     def _pool(self) -> HostPool:
         """Return the host copy for the next save, after the earlier save is written.
 
@@ -190,7 +181,9 @@ class KeptSaves:
             NoSharedMemory: On every rank: the keepers cannot take the save.
             CheckpointError: On every rank: the save was not handed over.
         """
-        self._renew_group(ranks)
+        if ranks.size > 1 and (self.group.size == 1 or not self.group.usable):
+            # One rank may come at once, and another after it has waited for its keeper until the timeout.
+            self.group = of_default_group(3 * self._config.timeout)
         self._queue.closes_at = None
         # The training waits for this block. The thread is started at its end.
         with self._files_of(handle, request, ranks) as extra_files, collector_paused(), module_cache():

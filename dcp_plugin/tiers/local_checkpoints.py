@@ -85,10 +85,12 @@ class Record:
             del fields["sha256"]
             record = cls(**fields)
             texts = (record.path, record.token, record.save_id, record.index_sha256, record.run)
-            has_types = type(record.number) is int and type(record.time) is float
-            has_types = has_types and all(isinstance(text, str) for text in texts)
-            has_types = has_types and all(type(size) is int for size in record.files.values())
-            if with_hash(fields) != data or not has_types:
+            has_types = (
+                *(type(number) is int for number in (record.number, *record.files.values())),
+                *(isinstance(text, str) for text in texts),
+                type(record.time) is float,
+            )
+            if with_hash(fields) != data or not all(has_types):
                 raise TypeError("a field has been changed")
         except (LookupError, TypeError, AttributeError, JSONDecodeError) as error:
             raise ValueError("its record is damaged") from error

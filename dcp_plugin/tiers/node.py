@@ -127,7 +127,8 @@ class Node:
             add_files(medium, to, lambda target: copy_tree(extra_files, target))
             comparisons = comparisons_below(medium_of(extra_files), extra_files)
         sizes = {name: (extra_files / name).stat().st_size for name in comparisons}
-        files = _sizes_of_data_files(folder, rank) if directory is None else {}
+        written_here = folder.glob(f"__{rank}_*{DATA_SUFFIX}") if directory is None else ()
+        files = {file.name: file.stat().st_size for file in written_here}
         part = Part(replace(written, spent=spent), files, comparisons, sizes, str(directory or ""))
         self.journal.add_part(token, rank, part)
         return part
@@ -213,11 +214,10 @@ class Node:
         checkpoints = self.local_checkpoints(self.journal.job(token, ranks[0])) if ranks else None
         # Another host has sent the names: they must not lead out of the folder of the save.
         outside = not is_inside(name) or not is_inside("/".join(same_as or (token, name)))
-        if checkpoints is None or not checkpoints.folder_of(token).is_dir() or outside:
-            channel.send(("error", SaveFailed(f"this node does not take part in the save {token}")))
-            return
-        target = checkpoints.folder_of(token) / name
         try:
+            if checkpoints is None or not checkpoints.folder_of(token).is_dir() or outside:
+                raise SaveFailed(f"this node does not take part in the save {token}")
+            target = checkpoints.folder_of(token) / name
             target.parent.mkdir(parents=True, exist_ok=True)
             if has_file(target, size) or (
                 same_as is not None and _linked(checkpoints.folder_of(same_as[0]) / same_as[1], target, size)
@@ -226,7 +226,7 @@ class Node:
                 return
             half = target.with_name(f".{uuid.uuid4().hex}.half")  # a repeated request may send the same file
             _make_room(half, size)
-        except OSError as error:
+        except (OSError, SaveFailed) as error:
             channel.send(("error", error))
             return
         channel.send(("ok", True))
@@ -328,10 +328,6 @@ class Node:
                 if end is not None and end.published:
                     for part in parts:
                         tier.remove(part.record.token)
-
-
-def _sizes_of_data_files(folder: Path, rank: int) -> dict[str, int]:
-    return {file.name: file.stat().st_size for file in folder.glob(f"__{rank}_*{DATA_SUFFIX}")}
 
 
 def _linked(known: Path, target: Path, size: int) -> bool:

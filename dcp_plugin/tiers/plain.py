@@ -53,45 +53,57 @@ def decode(data: bytes | bytearray) -> Any:
 
 def _plain(value: Any, pieces: list[bytes]) -> Any:
     """Return the form of a value in the header; add its bytes to ``pieces``."""
+    for kinds, form in _FORMS:
+        if isinstance(value, kinds):
+            return form(value, pieces)
     kind = type(value)
-    if kind in _AS_THEY_ARE:
-        return value
-    if isinstance(value, tuple):
-        return _all_plain(value, pieces)
-    if isinstance(value, (list, frozenset, set)):
-        return {"list" if isinstance(value, list) else "set": _all_plain(value, pieces)}
-    if isinstance(value, Mapping):
-        return {"mapping": [_all_plain(pair, pieces) for pair in value.items()]}
-    if isinstance(value, Where):
-        return {"path": str(value)}
-    if isinstance(value, bytes):
-        pieces.append(value)
-        return {"bytes": len(value)}
-    if isinstance(value, np.ndarray):
-        pieces.append(value.tobytes())
-        return {"column": [value.dtype.str, list(value.shape)]}
-    if isinstance(value, torch.Tensor):
-        memory = value.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy()
-        return {"tensor": _all_plain((value.dtype, list(value.shape), memory), pieces)}
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, timedelta):
-        return {"seconds": value.total_seconds()}
-    if isinstance(value, Exception):
-        error = sendable(value)
-        if isinstance(error, CheckpointError):
-            return {type(error).__name__: [str(error)]}
-        return {"OSError": [error.errno, error.strerror, error.filename]}
     if is_dataclass(value) and kind is CLASSES.get(kind.__name__):
         return {kind.__name__: _all_plain((getattr(value, field.name) for field in fields(value)), pieces)}
-    if isinstance(value, (int, float, str)):  # of a subclass
-        return value
     raise TypeError(f"a {kind.__qualname__} cannot be handed to another process")
 
 
 def _all_plain(values: Iterable[Any], pieces: list[bytes]) -> list[Any]:
     # Most of the time of a large job goes into the texts of key paths: they are spared a call each.
     return [value if type(value) in _AS_THEY_ARE else _plain(value, pieces) for value in values]
+
+
+def _plain_bytes(value: bytes, pieces: list[bytes]) -> dict[str, int]:
+    pieces.append(value)
+    return {"bytes": len(value)}
+
+
+def _plain_column(value: np.ndarray[Any, Any], pieces: list[bytes]) -> dict[str, list[Any]]:
+    pieces.append(value.tobytes())
+    return {"column": [value.dtype.str, list(value.shape)]}
+
+
+def _plain_tensor(value: torch.Tensor, pieces: list[bytes]) -> dict[str, list[Any]]:
+    memory = value.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy()
+    return {"tensor": _all_plain((value.dtype, list(value.shape), memory), pieces)}
+
+
+def _plain_error(value: Exception, _: list[bytes]) -> dict[str, list[Any]]:
+    error = sendable(value)
+    if isinstance(error, CheckpointError):
+        return {type(error).__name__: [str(error)]}
+    return {"OSError": [error.errno, error.strerror, error.filename]}
+
+
+_FORMS: tuple[tuple[Any, Callable[[Any, list[bytes]], Any]], ...] = (
+    (tuple, _all_plain),
+    (list, lambda value, pieces: {"list": _all_plain(value, pieces)}),
+    ((frozenset, set), lambda value, pieces: {"set": _all_plain(value, pieces)}),
+    (Mapping, lambda value, pieces: {"mapping": [_all_plain(pair, pieces) for pair in value.items()]}),
+    (Where, lambda value, _: {"path": str(value)}),
+    (bytes, _plain_bytes),
+    (np.ndarray, _plain_column),
+    (torch.Tensor, _plain_tensor),
+    (torch.dtype, lambda value, _: {"dtype": str(value).removeprefix("torch.")}),
+    (timedelta, lambda value, _: {"seconds": value.total_seconds()}),
+    (Exception, _plain_error),
+    ((int, float, str, type(None)), lambda value, _: value),
+)
+"""Classes of values, with functions that return the form in the header and add bytes. ``_Decoder`` has the inverse."""
 
 
 def sendable(error: Exception) -> CheckpointError | OSError:

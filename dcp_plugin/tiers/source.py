@@ -8,7 +8,7 @@ serves its files while the load runs.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -75,14 +75,14 @@ class Inventory:
     """Parts of saves that the nodes of a job have. This rank serves its own until :meth:`close`.
 
     Args:
-        config: With ``keeper.dir``.
+        local_dir: The ``keeper.dir`` of the configuration.
         root: The folder of checkpoints.
     """
 
-    def __init__(self, config: CheckpointConfig, root: Where, ranks: Ranks) -> None:
-        self._config, self._root, self._ranks, self._options = config, root, ranks, keeper_options(config)
-        assert self._options.dir is not None, "the caller has checked it"
-        self._local_dir = Path(self._options.dir)
+    def __init__(self, config: CheckpointConfig, local_dir: str, root: Where, ranks: Ranks) -> None:
+        self._config, self._root, self._ranks = config, root, ranks
+        self._is_durable = keeper_options(config).durable_every is not None
+        self._local_dir = Path(local_dir)
         self._node = node_of(self._local_dir)
         self._key = new_key()
         self._own: dict[str, LocalCheckpoint] = {}
@@ -156,7 +156,7 @@ class Inventory:
 
     def _summary_of(self, record: Record) -> Summary | None:
         """Return the summary at the path of a save; None if the path has no checkpoint, or cannot be read now."""
-        if self._options.durable_every is None:
+        if not self._is_durable:
             return None
         with suppress(CheckpointError, OSError):
             return read_summary(self._path(record))
@@ -167,7 +167,7 @@ class Inventory:
 
     def _run(self, record: Record, passed_over: list[str]) -> str | None:
         """Return the run that is now in the folder of a save; None if that is unknown."""
-        if self._options.durable_every is None or not record.run:
+        if not self._is_durable or not record.run:
             return None
         root = self._path(record).parent
         if str(root) not in self._runs:
@@ -233,22 +233,23 @@ class NodesSource(Source):
         if self._dir is None:
             yield None
             return
-        with closing(Inventory(self._config, path.parent, ranks)) as inventory:
+        with closing(Inventory(self._config, self._dir, path.parent, ranks)) as inventory:
             try:
                 inventory.take()
                 survivor = next((each for each in inventory.survivors if is_at(each.record, path)), None)
                 if ranks.rank == 0 and inventory.passed_over:
-                    logger.warning("%s: passed over: %s", path, _in_short(inventory.passed_over))
+                    logger.warning("%s: passed over: %s", path, some(inventory.passed_over, 5, "; "))
                 yield None if survivor is None else inventory.files(survivor, path, open_path)
             except CheckpointNotFound as error:
                 if inventory.passed_over:
-                    error.add_note(f"In keeper.dir of the nodes was passed over: {_in_short(inventory.passed_over)}")
+                    passed_over = some(inventory.passed_over, 5, "; ")
+                    error.add_note(f"In keeper.dir of the nodes was passed over: {passed_over}")
                 raise
 
     def states(self, root: Where, ranks: Ranks | None = None) -> list[CheckpointState]:
         if self._dir is None:
             return []
-        with closing(Inventory(self._config, root, ranks or Ranks())) as inventory:
+        with closing(Inventory(self._config, self._dir, root, ranks or Ranks())) as inventory:
             inventory.take(of_one_node=ranks is None)
         if ranks is not None and ranks.rank == 0:
             for problem in inventory.passed_over:
@@ -281,7 +282,3 @@ class NodesSource(Source):
     def forget(self, path: Where) -> None:
         if self._dir is not None:
             LocalCheckpoints(Path(self._dir), resolved(path.parent)).forget(path_of(path))
-
-
-def _in_short(problems: Sequence[str]) -> str:
-    return some(list(problems), 5, "; ")

@@ -7,21 +7,20 @@ load mixes places by ranges of bytes, and fails only if no place has a range.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
+from dcp_plugin.core.errors import logger
 from dcp_plugin.core.format import INDEX, SUMMARY
 from dcp_plugin.core.format.packed import position_of
 from dcp_plugin.core.media import RangedFile, RawRanges, Readable, first_bytes
 from dcp_plugin.tiers.wire import Address, connect
-
-logger = logging.getLogger("dcp_plugin")
 
 _CONNECT_SECONDS = 20.0
 _READ_SECONDS = 60.0
@@ -135,13 +134,13 @@ class NearestFiles(Readable):
         has_same_tables: bool,
         passed_over: Sequence[str],
     ) -> None:
-        self._where, self._sizes, self._written, self._open_path = where, dict(sizes), written, open_path
+        self._where, self._sizes, self._written = where, dict(sizes), written
         self._places = [*places]
         self.is_at_path = open_path is not None
         """True if the path has the complete checkpoint as well."""
-        if self.is_at_path:
+        if open_path is not None:
             others = () if has_same_tables else (INDEX, SUMMARY)
-            self._places.append(Place(DURABLE, self._sizes.keys() - others, self._open_at_path))
+            self._places.append(Place(DURABLE, self._sizes.keys() - others, partial(self._open_at_path, open_path)))
         self._at_path: Readable | None = None
         self._names_at_path: dict[str, str] = {}
         """Names of data files on the nodes -> at the path, once that is open."""
@@ -178,11 +177,10 @@ class NearestFiles(Readable):
         self.place_of(name)
         return RangedFile(_Nearest(self, name))
 
-    def _open_at_path(self, name: str) -> RangedFile:
+    def _open_at_path(self, open_path: Callable[[], Readable], name: str) -> RangedFile:
         with self._lock:
             if self._at_path is None:
-                assert self._open_path is not None, "the path is a place"
-                self._at_path = self._open_path()
+                self._at_path = open_path()
                 # A data file has the token of its reservation in its name there, and that of the save on the nodes.
                 names_at_path = {position_of(at_path): at_path for at_path in self._at_path.names()}
                 self._names_at_path = {

@@ -115,21 +115,17 @@ class Channel:
         """Send a range of an open file, from the page cache, without a copy."""
         end = offset + count
         while offset < end:
-            sent = self._send_some(file, offset, end - offset)
-            if not sent:
-                raise OSError(errno.EIO, "the file is shorter than it was")
-            offset += sent
-
-    def _send_some(self, file: int, offset: int, count: int) -> int:
-        """Call ``sendfile`` after a wait: on a socket with a timeout it does not wait itself."""
-        while True:
             try:
-                return os.sendfile(self._socket.fileno(), file, offset, count)
-            except BlockingIOError:
+                sent = os.sendfile(self._socket.fileno(), file, offset, end - offset)
+            except BlockingIOError:  # on a socket with a timeout, sendfile does not wait itself
                 poll, limit = select.poll(), self._socket.gettimeout()
                 poll.register(self._socket, select.POLLOUT)
                 if not poll.poll(None if limit is None else limit * 1000):
                     raise TimeoutError(errno.ETIMEDOUT, "the other end does not read") from None
+                continue
+            if not sent:
+                raise OSError(errno.EIO, "the file is shorter than it was")
+            offset += sent
 
     def receive_into(self, memory: Sequence[memoryview]) -> None:
         """Fill the pieces of memory in turn."""

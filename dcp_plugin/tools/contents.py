@@ -220,12 +220,11 @@ _VALUE = -1
 
 
 @collector_paused()
-def tree(info: CheckpointInfo, fold: bool = True) -> list[Node]:
+def tree(info: CheckpointInfo) -> list[Node]:
     """Return the keys of a checkpoint as a tree, by their dots.
 
-    Args:
-        fold: Make one node of neighbours that are alike but for a number in their names: equal names, shapes and
-            dtypes below them.
+    Neighbours that are alike but for a number in their names become one node: those with equal names, shapes and dtypes
+    below them.
 
     Returns:
         The nodes at the top, in the order of the checkpoint.
@@ -243,45 +242,42 @@ def tree(info: CheckpointInfo, fold: bool = True) -> list[Node]:
     kinds = [numbers.setdefault((t.shape, t.dtype, t.nbytes), len(numbers)) for t in info.tensors]
     kinds += [_VALUE] * len(info.values)
     keys = [*(tensor.key for tensor in info.tensors), *info.values]
-    return _Tree(list(map(TensorKind._make, numbers)), fold).nodes(keys, kinds)
+    return _nodes(list(map(TensorKind._make, numbers)), keys, kinds)
 
 
-@dataclass(frozen=True)
-class _Tree:
-    """Builder of nodes from keys. It makes no nodes for a module like the module before it: a checkpoint may have a
-    million keys, and an object for each of them takes seconds."""
+def _nodes(all_kinds: list[TensorKind], keys: list[str], kinds: list[int], depth: int = 0) -> list[Node]:
+    """Return the nodes of keys with these numbers of kinds.
 
-    kinds: list[TensorKind]
-    fold: bool
+    A module like the module before it gets no nodes: a checkpoint may have a million keys, and an object for each of
+    them takes seconds.
+    """
+    nodes: list[Node] = []
+    before: tuple[list[str], list[int]] | None = None
+    split_before = ("", -1, "")
+    for name, below in _grouped(keys, kinds, depth).items():
+        split = _split(name)
+        is_next = split == (split_before[0], split_before[1] + 1, split_before[2])
+        if is_next and below == before and below != ([""], [_VALUE]):
+            nodes[-1] = nodes[-1]._replace(last=name, times=nodes[-1].times + 1)
+        else:
+            nodes.append(_node(all_kinds, name, *below, depth))
+        before, split_before = below, split
+    return nodes
 
-    def nodes(self, keys: list[str], kinds: list[int], depth: int = 0) -> list[Node]:
-        """Return the nodes of keys with these numbers of kinds."""
-        nodes: list[Node] = []
-        before: tuple[list[str], list[int]] | None = None
-        split_before = ("", -1, "")
-        for name, below in _grouped(keys, kinds, depth).items():
-            split = _split(name)
-            is_next = split == (split_before[0], split_before[1] + 1, split_before[2])
-            if self.fold and is_next and below == before and below != ([""], [_VALUE]):
-                nodes[-1] = nodes[-1]._replace(last=name, times=nodes[-1].times + 1)
-            else:
-                nodes.append(self._node(name, *below, depth))
-            before, split_before = below, split
-        return nodes
 
-    def _node(self, name: str, keys: list[str], kinds: list[int], depth: int) -> Node:
-        if keys == [""] and kinds == [_VALUE]:
-            return Node(name, "", 1, 0, 0, 1)
-        if keys == [""]:
-            tensor = self.kinds[kinds[0]]
-            return Node(name, "", 1, tensor.nbytes, 1, 0, tensor)
-        children = self.nodes(keys, kinds, depth + 1)
-        if len(children) == 1 and children[0].times == 1 and children[0].name:  # a module with a single entry
-            return children[0]._replace(name=f"{name}.{children[0].name}")
-        nbytes = sum(child.times * child.nbytes for child in children)
-        tensors = sum(child.times * child.tensors for child in children)
-        values = sum(child.times * child.values for child in children)
-        return Node(name, "", 1, nbytes, tensors, values, children=tuple(children))
+def _node(all_kinds: list[TensorKind], name: str, keys: list[str], kinds: list[int], depth: int) -> Node:
+    if keys == [""] and kinds == [_VALUE]:
+        return Node(name, "", 1, 0, 0, 1)
+    if keys == [""]:
+        tensor = all_kinds[kinds[0]]
+        return Node(name, "", 1, tensor.nbytes, 1, 0, tensor)
+    children = _nodes(all_kinds, keys, kinds, depth + 1)
+    if len(children) == 1 and children[0].times == 1 and children[0].name:  # a module with a single entry
+        return children[0]._replace(name=f"{name}.{children[0].name}")
+    nbytes = sum(child.times * child.nbytes for child in children)
+    tensors = sum(child.times * child.tensors for child in children)
+    values = sum(child.times * child.values for child in children)
+    return Node(name, "", 1, nbytes, tensors, values, children=tuple(children))
 
 
 def _grouped(keys: list[str], kinds: list[int], depth: int) -> dict[str, tuple[list[str], list[int]]]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import NamedTuple
 
 from dcp_plugin.core.errors import (
     CheckpointError,
@@ -134,9 +134,12 @@ def copy(
     """
     began = time.monotonic()
     source, target = as_path(src, storage_options), as_path(dst, storage_options)
-    _refuse_within(source, target)
+    old, new = resolved(source), resolved(target)
+    if old == new or old in new.parents:
+        raise SaveFailed(f"cannot copy {source} to {target}: that is the same place, or within it.")
     report = CopyReport(source, target)
-    state = _Copy(report, _find(source, report), overwrite).copy(io_threads, Counter(0, progress))
+    state = CopyState(io_threads, Counter(0, progress))
+    _copy_all(report, _find(source, report), overwrite, state)
     return replace(
         report,
         bytes_copied=state.nbytes["copied"],
@@ -145,12 +148,6 @@ def copy(
         seconds=time.monotonic() - began,
         unverified=state.unverified,
     )
-
-
-def _refuse_within(source: Where, target: Where) -> None:
-    old, new = resolved(source), resolved(target)
-    if old == new or old in new.parents:
-        raise SaveFailed(f"cannot copy {source} to {target}: that is the same place, or within it.")
 
 
 def _find(source: Where, report: CopyReport) -> dict[Where, bool]:
@@ -200,99 +197,91 @@ def _refuse_other_file(path: Where) -> None:
             raise CheckpointMismatch(f"{path} is the index of {some(list(opened.index.files))}: copy {path.parent}")
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """One call of :func:`copy`."""
+def _copy_all(report: CopyReport, paths: dict[Where, bool], overwrite: bool, state: CopyState) -> None:
+    """Compare all checkpoints with the target before the first is copied. Then copy one after the other.
 
-    report: CopyReport
-    """The report, whose lists grow."""
-    paths: dict[Where, bool]
-    overwrite: bool
+    Args:
+        report: The report, whose lists grow.
+        paths: The result of :func:`_find`.
+    """
+    replaces: dict[Where, bool] = {}
+    for path, of_others in paths.items():
+        with closing(open_source(path, of_others)) as source:
+            report.passed_over.extend(source.left_out)
+            new_path = _new_path_of(path, report)
+            refuse_real_run(new_path.parent, medium_of(new_path))
+            existing = _existing(source, new_path)
+            if existing.is_same:
+                report.skipped.append(new_path)
+                Transfer(source, new_path, state).learn_homes(verified=False)
+                continue
+            if existing.what and not (overwrite and existing.replaceable):
+                way = "overwrite=True (--overwrite) replaces it" if existing.replaceable else "copy to a new name"
+                raise SaveFailed(f"cannot copy {path} to {new_path}: {existing.what}; {way}.")
+            replaces[path] = bool(existing.what)
+            state.count.total += sum(source.sizes.values())
+    for path, replaces_other in replaces.items():
+        with closing(open_source(path, paths[path])) as source:
+            transfer = Transfer(source, _new_path_of(path, report), state)
+            if replaces_other and transfer.place.would_overwrite(transfer.target):
+                # A checkpoint was opened there, perhaps of weights alone.
+                medium_of(transfer.target).remove(transfer.target)
+            transfer.run()
+            report.copied.append(transfer.target)
+            transfer.learn_homes(verified=True)
+            if source.opened is not None and source.opened.absent:
+                report.needs.append(source.opened.absent)
+    root = on_file_system(report.source)
+    if root is not None and paths.get(root) is not False:
+        _copy_links(root, set(paths), report)
 
-    def copy(self, io_threads: int, count: Counter) -> CopyState:
-        """Compare all checkpoints with the target before the first is copied. Then copy one after the other."""
-        state = CopyState(io_threads, count)
-        replaces: dict[Where, bool] = {}
-        for path, of_others in self.paths.items():
-            with closing(open_source(path, of_others)) as source:
-                self.report.passed_over.extend(source.left_out)
-                new_path = self._new_path_of(path)
-                refuse_real_run(new_path.parent, medium_of(new_path))
-                existing = self._existing(source, new_path)
-                if existing == "the same save":
-                    self.report.skipped.append(new_path)
-                    Transfer(source, new_path, state).learn_homes(verified=False)
-                else:
-                    replaces[path] = existing == "another"
-                    count.total += sum(source.sizes.values())
-        for path, replaces_other in replaces.items():
-            with closing(open_source(path, self.paths[path])) as source:
-                self._copy_one(Transfer(source, self._new_path_of(path), state), replaces_other)
-        root = on_file_system(self.report.source)
-        if root is not None and self.paths.get(root) is not False:
-            self._copy_links(root)
-        return state
 
-    def _new_path_of(self, path: Where) -> Where:
-        """Return the new path of a checkpoint of the source."""
-        return self.report.target / name_below(self.report.source, path)
+def _new_path_of(path: Where, report: CopyReport) -> Where:
+    """Return the new path of a checkpoint of the source."""
+    return report.target / name_below(report.source, path)
 
-    def _existing(self, source: Source, new_path: Where) -> Literal["", "the same save", "another"]:
-        """Return what is at the target; empty if it has at most files of an interrupted copy of the same save.
 
-        Raises:
-            SaveFailed: The target has other contents, which must not be replaced.
-        """
-        medium = medium_of(new_path)
-        with damage_in(new_path):
-            kind = medium.kind(new_path)
-            names = tree(medium, new_path) if kind == "folder" else []
-        if not names and kind != "file":  # an absent or empty folder
-            return ""
-        try:
-            if kind == "file":
-                _refuse_other_file(new_path)
-            existing = open_source(new_path)
-        except CheckpointError as error:
-            place = copy_target(new_path, source.token, source.summary is not None)
-            if not isinstance(error, CheckpointMismatch) and place.may_be_begun(names, source.sizes):
-                return ""
-            self._refuse(
-                source, new_path, f"what is there is no checkpoint that can be read ({error})", has_traces(names)
-            )
-            return "another"
-        with closing(existing):
-            if is_same(source, existing):
-                return "the same save"
-        self._refuse(source, new_path, "another checkpoint is there", True)
-        return "another"
+class _Existing(NamedTuple):
+    """The contents of a target before a copy."""
 
-    def _refuse(self, source: Source, new_path: Where, why: str, replaceable: bool) -> None:
-        if not (self.overwrite and replaceable):
-            way = "overwrite=True (--overwrite) replaces it" if replaceable else "copy to a new name"
-            raise SaveFailed(f"cannot copy {source.path} to {new_path}: {why}; {way}.")
+    what: str = ""
+    """Empty if the target has at most files of an interrupted copy of the same save."""
+    replaceable: bool = False
+    is_same: bool = False
+    """True if it is a checkpoint of the same save."""
 
-    def _copy_one(self, transfer: Transfer, replaces: bool) -> None:
-        source, new_path = transfer.source, transfer.target
-        if replaces and transfer.place.would_overwrite(new_path):
-            medium_of(new_path).remove(new_path)  # a checkpoint was opened there, perhaps of weights alone
-        transfer.run()
-        self.report.copied.append(new_path)
-        transfer.learn_homes(verified=True)
-        if source.opened is not None and source.opened.absent:
-            self.report.needs.append(source.opened.absent)
 
-    def _copy_links(self, root: Path) -> None:
-        """Make the symbolic links to checkpoints of the root again at the target."""
-        for link, leads_to in _links_below(root, set(self.paths)):
-            new_link, new_target = self._new_path_of(link), self._new_path_of(leads_to)
-            if on_file_system(new_link) is None:
-                self.report.passed_over.append(f"{link}: a link to {leads_to.name}; a bucket has none")
-            elif os.path.lexists(new_link) and not is_link(new_link):
-                self.report.passed_over.append(f"{link}: a link, and {new_link} is none")
-            elif not (is_link(new_link) and resolved(new_link) == resolved(new_target)):
-                medium_of(new_link).link(new_link, new_target)
-                self.report.links.append(new_link)
+def _existing(source: Source, new_path: Where) -> _Existing:
+    medium = medium_of(new_path)
+    with damage_in(new_path):
+        kind = medium.kind(new_path)
+        names = tree(medium, new_path) if kind == "folder" else []
+    if not names and kind != "file":  # an absent or empty folder
+        return _Existing()
+    try:
+        if kind == "file":
+            _refuse_other_file(new_path)
+        existing = open_source(new_path)
+    except CheckpointError as error:
+        place = copy_target(new_path, source.token, source.summary is not None)
+        if not isinstance(error, CheckpointMismatch) and place.may_be_begun(names, source.sizes):
+            return _Existing()
+        return _Existing(f"what is there is no checkpoint that can be read ({error})", has_traces(names))
+    with closing(existing):
+        return _Existing("another checkpoint is there", True, is_same(source, existing))
+
+
+def _copy_links(root: Path, checkpoints: set[Where], report: CopyReport) -> None:
+    """Make the symbolic links to checkpoints of the root again at the target."""
+    for link, leads_to in _links_below(root, checkpoints):
+        new_link, new_target = _new_path_of(link, report), _new_path_of(leads_to, report)
+        if on_file_system(new_link) is None:
+            report.passed_over.append(f"{link}: a link to {leads_to.name}; a bucket has none")
+        elif os.path.lexists(new_link) and not is_link(new_link):
+            report.passed_over.append(f"{link}: a link, and {new_link} is none")
+        elif not (is_link(new_link) and resolved(new_link) == resolved(new_target)):
+            medium_of(new_link).link(new_link, new_target)
+            report.links.append(new_link)
 
 
 def _links_below(root: Path, checkpoints: set[Where]) -> Iterator[tuple[Path, Path]]:

@@ -358,9 +358,10 @@ class _Comparison:
         signed = [signatures(reader.index, keys) for reader, keys in zip(self.readers, self.alone, strict=True)]
         groups = [group for group in _grouped(self.alone, lambda side, key: _kind(signed[side][key])) if all(group)]
         undecided = [group for group in groups if not (self.checksums and _decide(group, signed))]
-        hashes = []
-        for side, reader in enumerate(self.readers):
-            hashes.append(_hashes(reader, [key for group in undecided for key in group[side]]))
+        hashes = [
+            _hashes(reader, [key for group in undecided for key in group[side]])
+            for side, reader in enumerate(self.readers)
+        ]
         self.read += hashes[1]
         renamed: dict[str, str] = {}
         for group in groups:

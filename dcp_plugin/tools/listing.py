@@ -11,6 +11,7 @@ import functools
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Literal
 
 from dcp_plugin.core.errors import CheckpointError, CheckpointUnreadable
@@ -135,16 +136,13 @@ def look_below(root: Where, storage_options: StorageOptions | None = None, local
         looks = [
             look for look in pool.map(lambda candidate: _look(candidate, scan.medium, patience), candidates) if look
         ]
-    folders: dict[Where, list[_Looked]] = {}
-    for look in sorted(looks, key=lambda look: (str(look.folder), look.listed.time, look.listed.step or -1)):
-        folders.setdefault(look.folder, []).append(look)
-    runs = [_run(folder, members) for folder, members in folders.items()]
+    in_order = sorted(looks, key=lambda look: (str(look.folder), look.listed.time, look.listed.step or -1))
     failures = {look.listed.path: look.failure for look in looks if look.failure is not None}
     warn_of_unreadable(
         scan.unreadable | {path: error for path, error in failures.items() if not isinstance(error, OtherFormat)}
     )
-    unreadable = {*scan.unreadable, *failures}
-    return Found(runs, unreadable, scan)
+    runs = [_run(folder, list(members)) for folder, members in groupby(in_order, key=lambda look: look.folder)]
+    return Found(runs, {*scan.unreadable, *failures}, scan)
 
 
 @dataclass(frozen=True)
@@ -229,8 +227,9 @@ def _look_into_saved(checkpoint: Saved) -> _Looked | None:
     state: _State = "foreign"
     if examined.reason and not examined.export:
         state = "torn" if checkpoint.reason else "damaged"
-    step, time = _step_in(checkpoint), checkpoint.time
-    listed = ListedCheckpoint(checkpoint.path, state, examined.reason, examined.tool, step, time, 0, 0)
+    listed = ListedCheckpoint(
+        checkpoint.path, state, examined.reason, examined.tool, _step_in(checkpoint), checkpoint.time, 0, 0
+    )
     return _Looked(listed, checkpoint)
 
 
@@ -269,22 +268,19 @@ def _look_at_files(checkpoint: CheckpointState, files: Readable) -> _Looked:
             reason = str(error).removeprefix(f"{checkpoint.path}: ")
             failure = error if isinstance(error, CheckpointUnreadable) else None
     tool = OURS if summary is not None or SUMMARY in names else "" if state == "torn" else STOCK
+    listed = _entry(checkpoint, state, reason, tool)
     if summary is not None:
         checkpoint = replace(checkpoint, step=summary.step, time=summary.time)
-    look = _Looked(_entry(checkpoint, state, reason, tool), checkpoint, failure=failure)
-    return look if summary is None else _with_facts(look, summary)
-
-
-def _with_facts(look: _Looked, summary: Summary) -> _Looked:
-    """Return the look with further facts of the summary."""
-    listed = replace(
-        look.listed,
-        world_size=summary.world_size,
-        layouts=list(summary.layouts),
-        metrics=dict(summary.metrics),
-        base=summary.base.get("path"),
-    )
-    return replace(look, listed=listed)
+        listed = replace(
+            listed,
+            step=summary.step,
+            time=summary.time,
+            world_size=summary.world_size,
+            layouts=list(summary.layouts),
+            metrics=dict(summary.metrics),
+            base=summary.base.get("path"),
+        )
+    return _Looked(listed, checkpoint, failure=failure)
 
 
 def is_in_flight(checkpoint: ListedCheckpoint) -> bool:

@@ -154,7 +154,9 @@ def prune(
     refuse_real_run(root_path, medium_of(root_path))
     listing = look_below(root_path, storage_options)
     _check_metric(best, listing, root_path)
-    workspaces = _workspaces(listing)
+    paths = [item.path for item in listing.listed.values() if item.format == OURS and not is_in_flight(item)]
+    own_workspaces = (workspace_of(cast(Path, path)) for path in paths)
+    workspaces = list(dict.fromkeys([*listing.scan.workspaces, *own_workspaces]))
     leftovers = [item for place in workspaces for item in medium_of(place).collect_garbage(place, True)]
     why = _why_kept(listing, policy, damaged, root_path)
     doomed = [listing.listed[path] for path, reasons in why.items() if not reasons]
@@ -275,36 +277,25 @@ def _is_damaged(checkpoint: ListedCheckpoint) -> bool:
     return exists(files, SUMMARY) or exists(files, DAMAGED)
 
 
-def _workspaces(listing: Found) -> list[Where]:
-    paths = [item.path for item in listing.listed.values() if item.format == OURS and not is_in_flight(item)]
-    return list(dict.fromkeys([*listing.scan.workspaces, *(workspace_of(cast(Path, path)) for path in paths)]))
-
-
 def _delete(doomed: list[ListedCheckpoint], progress: Progress | None) -> dict[Where, str]:
     """Delete the newest first. Return those that stay, and why."""
     spared: dict[Where, str] = {}
     count = Counter(sum(listed.nbytes for listed in doomed), progress)
     for listed in sorted(doomed, key=lambda listed: -listed.time):
-        if reason := _deleted(listed):
-            spared[listed.path] = reason
+        try:
+            now = state_of(listed.path)
+            if now is not None and now.committed and (now.time, now.step) != (listed.time, listed.step):
+                spared[listed.path] = _AGAIN
+            else:
+                remove(listed.path)
+        except (OSError, CheckpointError) as error:
+            spared[listed.path] = str(error)
         count.add(listed.nbytes)
     return spared
 
 
 _AGAIN = "it was saved again meanwhile"
 _RESUMES = "an automatic resume loads it"
-
-
-def _deleted(checkpoint: ListedCheckpoint) -> str:
-    """Delete a checkpoint. Return the reason if it stays, else an empty text."""
-    try:
-        now = state_of(checkpoint.path)
-        if now is not None and now.committed and (now.time, now.step) != (checkpoint.time, checkpoint.step):
-            return _AGAIN
-        remove(checkpoint.path)
-    except (OSError, CheckpointError) as error:
-        return str(error)
-    return ""
 
 
 def _tidy(workspaces: list[Where]) -> set[tuple[Where, str]]:

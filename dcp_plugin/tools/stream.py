@@ -278,7 +278,9 @@ class Stream:
     def _read(self, window: _Window, turn: int) -> list[Piece]:
         size = sum(padded(box.nbytes) for _, box, _ in window)
         if size > len(self._memory[turn]):
-            self._memory[turn] = _page_aligned(size)
+            memory = host_bytes(size + PAGE)
+            # A file can be written without a copy from memory that begins at a page.
+            self._memory[turn] = memory[-memory.data_ptr() % PAGE :][:size]
         pieces: list[Piece] = []
         targets: dict[str, Any] = {}
         keys: dict[str, str] = {}
@@ -294,9 +296,3 @@ class Stream:
             keys[name] = part.key
         _fill(self._reader, targets, keys)
         return pieces
-
-
-def _page_aligned(nbytes: int) -> torch.Tensor:
-    """Return memory from which a file can be written without a copy."""
-    memory = host_bytes(nbytes + PAGE)
-    return memory[-memory.data_ptr() % PAGE :][:nbytes]

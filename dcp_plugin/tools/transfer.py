@@ -306,8 +306,7 @@ class Transfer:
         hashes = fingerprint(index_bytes), fingerprint(metadata)
         if hashes != (summary.index_sha256, summary.metadata_sha256):
             raise CheckpointCorrupt(f"{files.where}: {INDEX} or {METADATA} is not the one that was saved")
-        is_renamed = any(old != new for old, new in self._new_names.items())
-        if not (self.place.renames and is_renamed):
+        if all(old == new for old, new in self._new_names.items()):
             return {INDEX: index_bytes, SUMMARY: summary_bytes, METADATA: metadata}, {}
         views = self._renamed_views(summary)
         # This is a second index in memory: the source is still read by its own.

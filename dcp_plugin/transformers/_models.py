@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -91,8 +91,7 @@ def distribute(model: PreTrainedModel, distributed_config: Any, mesh_manager: An
 
 def prepare_mesh(distributed_config: Any) -> tuple[Any, Any]:
     """Return the DistributedConfig, and the manager of its mesh; None without distribution. Collective."""
-    prepare: Callable[..., Any] = PreTrainedModel.prepare_distribute_model
-    config, _, mesh_manager = prepare(distributed_config)
+    config, _, mesh_manager = PreTrainedModel.prepare_distribute_model(distributed_config)  # type: ignore[no-untyped-call]
     return config, mesh_manager
 
 
@@ -123,8 +122,7 @@ def initialise(model: PreTrainedModel, missing: Collection[str]) -> None:
     for key, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor) and key not in missing:
             setattr(tensor, _INITIALISED, True)
-    compute: Callable[[], None] = model.initialize_weights
-    compute()
+    model.initialize_weights()  # type: ignore[no-untyped-call]
 
 
 def complete_tokens(module: nn.Module) -> None:

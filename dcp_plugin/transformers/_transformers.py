@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -62,7 +62,7 @@ def refuse_unsupported(trainer: Trainer) -> None:
 
 
 @contextmanager
-def accepting_sharded_models(values: Iterable[Any]) -> Iterator[None]:
+def accepting_sharded_models(values: Collection[Any]) -> Iterator[None]:
     """Have a Trainer under construction accept a model that ``from_pretrained(distributed_config=...)`` has sharded.
 
     The Trainer refuses such a model unless ``save_only_model`` is set, since its own checkpoints cannot store the
@@ -71,10 +71,9 @@ def accepting_sharded_models(values: Iterable[Any]) -> Iterator[None]:
     Args:
         values: The arguments of the constructor.
     """
-    values = list(values)
-    changed = [value for value in values if isinstance(value, TrainingArguments) and not value.save_only_model]
-    if not any(getattr(value, "is_distributed_loading_by_transformers", False) for value in values):
-        changed = []
+    is_sharded = any(getattr(value, "is_distributed_loading_by_transformers", False) for value in values)
+    arguments_in = [value for value in values if isinstance(value, TrainingArguments)]
+    changed = [arguments for arguments in arguments_in if is_sharded and not arguments.save_only_model]
     for arguments in changed:
         arguments.save_only_model = True
     try:
@@ -92,15 +91,13 @@ def is_sharded_at_load(trainer: Trainer) -> bool:
 
 def unwrapped(trainer: Trainer) -> nn.Module:
     """Return the user's model, without the wrappers of Accelerate."""
-    model: nn.Module = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    return model
+    return cast(nn.Module, trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
 
 
 def is_adapted(model: nn.Module) -> bool:
     """Return whether this is a PEFT model: adapters on a base that other checkpoints have. The public names for this
     check are in PEFT, which need not be installed."""
-    is_peft_model: Callable[[nn.Module], bool] = _is_peft_model
-    return is_peft_model(model)
+    return bool(_is_peft_model(model))  # type: ignore[no-untyped-call]
 
 
 def is_overridden(method: Any) -> bool:

@@ -55,7 +55,6 @@ from dcp_plugin.integration import (
     RNG,
     Callbacks,
     SavedStreams,
-    has_file,
     inspect_files,
     is_quarantined,
     kind_of,
@@ -213,13 +212,14 @@ def examine(path: PathLike, config: CheckpointConfig, files: SourceFiles | None 
     extra: dict[str, Any] = {name: None for name in wanted if name in names}
     Internals(Checkpointer(config, solo=True)).restore(extra, path, files=files)
     saved = extra.get(f"{EXTRA}.{TRAINER_STATE}") if config.io.verify else None
-    if saved is not None and read_file(path, TRAINER_STATE_NAME, files) != saved.encode():
+    trainer_state = read_file(path, TRAINER_STATE_NAME, files)
+    if saved is not None and trainer_state != saved.encode():
         raise CheckpointCorrupt(
             f"{path / TRAINER_STATE_NAME} is not what was saved. If you have changed it on purpose, resume with "
             f"CheckpointConfig(io=IO(verify=False))."
         )
     samples = extra.get(f"{EXTRA}.{SAMPLES}")
-    return Found(path, False, names, info.world_size, samples, has_file(path, TRAINER_STATE_NAME, files))
+    return Found(path, False, names, info.world_size, samples, bool(trainer_state))
 
 
 def _examine_stock(path: Where) -> Found:
@@ -271,7 +271,9 @@ def rotate(
     for path in present:
         with suppress(OSError, CheckpointUnreadable):  # an unreadable checkpoint stays, and does not count
             if path not in protected and not is_quarantined(path):
-                ages[path] = _is_complete(path), path.stat().st_mtime
+                state = state_of(path)
+                is_complete = not _incomplete_reason(path) if state is None else state.committed
+                ages[path] = is_complete, path.stat().st_mtime
     oldest_first = sorted(ages, key=ages.__getitem__)
     deletion.rotate([*oldest_first, *protected], max(limit, len(protected)), delete)
 
@@ -283,11 +285,6 @@ def _candidates(root: Path) -> Iterator[tuple[int, Path]]:
         path, step = on_file_system(state.path), state.step
         if path is not None and path.suffix == ".aside" and path.parent.parent == root and step is not None:
             yield step, path
-
-
-def _is_complete(path: Path) -> bool:
-    state = state_of(path)
-    return state.committed if state is not None else not _incomplete_reason(path)
 
 
 def _incomplete_reason(path: Path) -> str:

@@ -13,7 +13,6 @@ work. The methods are called in this order:
 
 from __future__ import annotations
 
-import logging
 import os
 import tempfile
 import time
@@ -31,6 +30,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import TrainingArguments
 
 from dcp_plugin.core.config import CheckpointConfig
+from dcp_plugin.core.errors import logger
 from dcp_plugin.core.events import SaveFinished
 from dcp_plugin.core.partial import PartialLoad
 from dcp_plugin.core.paths import PathLike, as_local, resolved
@@ -64,9 +64,6 @@ if TYPE_CHECKING:
     from transformers import Trainer
 else:
     Trainer = object
-
-logger = logging.getLogger("dcp_plugin")
-
 
 _COPY_THEM = (
     "It writes more there than checkpoints. Give it a directory, and copy checkpoints to the bucket when they are "
@@ -194,8 +191,7 @@ class DCPTrainerMixin(Trainer):
     # Load.
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        prepare: Callable[..., Any] = super()._prepare_for_training
-        prepared = prepare(*args, **kwargs)
+        prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[no-untyped-call]
         self._dcp.load()
         return prepared
 
@@ -222,8 +218,7 @@ class DCPTrainerMixin(Trainer):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._dcp.finish()  # the save of the best checkpoint may be in flight, and others are deleted now
-        finalize: Callable[..., Any] = super()._finalize_training
-        return finalize(*args, **kwargs)
+        return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 class SaveWhenDue(TrainerCallback):
@@ -466,10 +461,9 @@ class TrainerAdapter(BaseAttachment):
         """Load the checkpoint of :meth:`find`, after the Trainer has wrapped model and optimizer."""
         if self.found is None:
             return
-        args = self._trainer.args
+        trainer, args = self._trainer, self._trainer.args
         extra = (name.removeprefix(f"{EXTRA}.") for name in self.found.names)
         streams = SavedStreams.among(extra, args.process_index, args.world_size, args.device)
-        trainer = self._trainer
         state = checkpoints.to_load(trainer, self.found.names, streams)
         resumes = self.found.has_trainer_state
         check = begin_check(trainer.verify_resume, trainer.expect_changed) if resumes else None

@@ -304,8 +304,10 @@ def _compare(
         differences = "; ".join(lines)
         kind, source_name = type(model).__name__, f"{source.path} (keys behind {source.prefix.there!r})"
         if lines and strict:
-            advice = "strict=False initialises what is missing, and leaves out what is unexpected"
-            problems.append(f"{source_name} does not fit {kind}: {differences}. {advice}.")
+            problems.append(
+                f"{source_name} does not fit {kind}: {differences}. strict=False initialises what is missing, and "
+                "leaves out what is unexpected."
+            )
         elif lines:
             warnings.warn(
                 f"{source_name} and {kind} differ: {differences}. Missing keys are initialised.", stacklevel=2

@@ -34,9 +34,6 @@ class CopyTarget:
         token: The token of the save, which all copies of the save have in common.
     """
 
-    renames = False
-    """True if the data files, and therefore the tables of contents, may get other names."""
-
     def __init__(self, path: Where, token: str, is_ours: bool) -> None:
         self.path, self.token, self.is_ours = path, token, is_ours
         self.medium: Medium = medium_of(path)
@@ -132,8 +129,6 @@ class CopyTarget:
 
 class _Bucket(CopyTarget):
     """A prefix of objects."""
-
-    renames = True
 
     def names_of(self, data_files: Iterable[str]) -> dict[str, str]:
         new: dict[str, str] = {}

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, cast
 
 from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.media.medium import Medium, NewFile, Reservation, ignore
@@ -33,16 +33,13 @@ class Output:
     def begin(self) -> Where:
         """Return the directory for the files of all ranks. Raises SaveFailed."""
         self._reservation = self.medium.reserve(self.path)
-        directory: Where = self._reservation.directory
-        return directory
+        return cast(Where, self._reservation.directory)
 
-    @contextmanager
     def create(
         self, directory: Where, name: str, size: int, wrote: Callable[[int], None] = ignore
-    ) -> Iterator[NewFile]:
-        """Yield a new file, which is durable when the block ends. Raises OSError."""
-        with self.medium.create(directory, name, size, wrote) as file:
-            yield file
+    ) -> AbstractContextManager[NewFile]:
+        """Return a new file, which is durable when its ``with`` block ends. Raises OSError."""
+        return self.medium.create(directory, name, size, wrote)
 
     def publish(self, directory: Where, last: Mapping[str, bytes]) -> None:
         """Add these small files, and give the output its name. Raises OSError."""

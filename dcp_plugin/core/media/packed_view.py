@@ -91,9 +91,6 @@ class PackedFiles(Readable):
     def cost(self) -> ReadCost:
         return self.files.cost
 
-    def version(self, names: Iterable[str]) -> str:
-        return self.files.version(map(self._located, names))
-
     def modified(self, name: str) -> float:
         return self.files.modified(self._located(name))
 
@@ -102,9 +99,6 @@ class PackedFiles(Readable):
 
     def pin(self, names: Iterable[str]) -> None:
         self.files.pin(map(self._located, names))
-
-    def mark_unreliable(self, file: RangedFile) -> bool:
-        return self.files.mark_unreliable(file)
 
     def moved(self) -> bool:
         return self.files.moved()

@@ -30,7 +30,6 @@ T = TypeVar("T")
 W = TypeVar("W", bound=Where)
 
 
-_OF_ANOTHER_TOOL = "it has the state of a training, which only a program that knows its form ({}) can load"
 MOST_LOOKS = 50
 """Largest number of scans in a search while other processes delete or replace checkpoints."""
 
@@ -250,14 +249,14 @@ def find_newest(
     refuse_real_run(as_path(root), medium_of(as_path(root)))
     patience = Patience()
     source = None if init_from is None else as_path(init_from)
-
-    def may_count(candidate: CheckpointState | Saved) -> bool:
-        is_source = isinstance(candidate, Saved) and source in (candidate.path, *candidate.path.parents)
-        return candidate.path not in without and not is_source
-
     for _ in range(MOST_LOOKS):
         scan = Scan(as_path(root), others=True, patience=patience)
-        candidates = list(filter(may_count, [*scan.checkpoints(), *local]))
+        candidates = [
+            candidate
+            for candidate in (*scan.checkpoints(), *local)
+            if candidate.path not in without
+            and not (isinstance(candidate, Saved) and source in (candidate.path, *candidate.path.parents))
+        ]
         newest, complete = newest_among(candidates, tools, patience)
         # Otherwise another process has deleted or replaced a checkpoint, and the scan may have missed a newer one.
         if complete and (newest.path is not None or scan.is_stable):
@@ -354,7 +353,8 @@ def _examined(candidate: CheckpointState | Saved, tools: Collection[str]) -> Che
     saved = candidate.examined()
     if saved is None or saved.reason or saved.tool in tools:
         return saved
-    return replace(saved, reason=_OF_ANOTHER_TOOL.format(saved.tool))
+    why = f"it has the state of a training, which only a program that knows its form ({saved.tool}) can load"
+    return replace(saved, reason=why)
 
 
 def was_published(state: CheckpointState | Saved) -> bool:
@@ -362,9 +362,7 @@ def was_published(state: CheckpointState | Saved) -> bool:
     if isinstance(state, Saved):
         return not (state.interrupted or state.export)
     in_flight = is_workspace(state.path.parent.name) and state.path.suffix != ".aside"
-    if state.committed or in_flight:
-        return state.committed
-    return exists(medium_of(state.path).open(state.path), SUMMARY)
+    return state.committed or (not in_flight and exists(medium_of(state.path).open(state.path), SUMMARY))
 
 
 def checkpoints_below(path: Where) -> list[Where]:

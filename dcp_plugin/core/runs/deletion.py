@@ -5,7 +5,6 @@ Every deletion for a policy, a framework or a user therefore goes through :func:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -157,7 +156,7 @@ def _states_in(folder: Where, by_names: bool) -> dict[Where, CheckpointState]:
 
     def look(entry: Listed[Any]) -> CheckpointState | None:
         with suppress(CheckpointError, OSError, ValueError):
-            return patience.read(functools.partial(_look_at, entry, medium, by_names))
+            return patience.read(lambda: _look_at(entry, medium, by_names))
         return None
 
     entries = [

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import logging
 import os
 import uuid
 from collections.abc import Iterable, Sequence
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from dcp_plugin.core import events
+from dcp_plugin.core.errors import logger
 from dcp_plugin.core.format import json_object
 from dcp_plugin.core.media import Readable, medium_of, workspace_in, workspace_of, workspaces_in
 from dcp_plugin.core.media.disk import posix
@@ -34,8 +34,6 @@ from dcp_plugin.core.paths import Where, on_file_system, place_of
 
 if TYPE_CHECKING:
     from dcp_plugin.core.records import WrittenPart
-
-logger = logging.getLogger("dcp_plugin")
 
 SUFFIX = ".figures"
 NAME = f"saves{SUFFIX}"

@@ -91,7 +91,14 @@ def compare(root: Where, resume: str | PathLike, chosen: Where | None) -> None:
     composed = omegaconf.select(hydra, "..")
     resumes_own = resume in ("auto", "must")
     if resumes_own and chosen is None:
-        _warn_of_the_time(root, map(str, omegaconf.get_cache(composed)["now"].values()))
+        times = map(str, omegaconf.get_cache(composed)["now"].values())
+        if any(time in str(resolved(root)) for time in times):  # as in Hydra's own directories
+            logger.warning(
+                "no later start can resume this run: its checkpoints go to %s, a directory that Hydra names by the "
+                "time of the start. Add 'dcp_plugin/directory: of_job' to the defaults, after any 'hydra: ...' that "
+                "sets run.dir, or set dcp_plugin.resume.root.",
+                root,
+            )
     settings = dict(_settings(omegaconf.to_container(composed, resolve=False)))
     medium, workspace = medium_of(root), workspace_in(root)
     earlier: dict[str, Any] = {}
@@ -106,17 +113,6 @@ def compare(root: Where, resume: str | PathLike, chosen: Where | None) -> None:
     note = {"resumed": str(chosen), "of_checkpoint": saved, "settings": settings}
     with suppress(OSError):  # no checkpoint can be written there either
         medium.note(workspace / _CONFIGURATION, json.dumps(note).encode())
-
-
-def _warn_of_the_time(root: Where, times: Iterator[str]) -> None:
-    """Warn if the path of a run's checkpoints contains the time of this start, as Hydra's own directories do."""
-    if any(time in str(resolved(root)) for time in times):
-        logger.warning(
-            "no later start can resume this run: its checkpoints go to %s, a directory that Hydra names by the time of "
-            "the start. Add 'dcp_plugin/directory: of_job' to the defaults, after any 'hydra: ...' that sets run.dir, "
-            "or set dcp_plugin.resume.root.",
-            root,
-        )
 
 
 def _settings(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -151,14 +147,11 @@ def _job() -> str | None:
     config = _hydra()
     if config is None or config.mode is None or config.mode.name != "MULTIRUN":
         return None
-    excluded = set(config.job.config.override_dirname.exclude_keys)
-    overrides = [str(override).lstrip("+") for override in config.overrides.task]
-    return (
-        ", ".join(sorted(override for override in overrides if not _is_ignored(override.partition("=")[0], excluded)))
-        or "nothing"
-    )
-
-
-def _is_ignored(key: str, excluded: set[str]) -> bool:
-    """Return whether an override does not distinguish jobs. It concerns resumes, or Hydra excludes it from names."""
-    return key.partition("@")[0] in excluded or "resume" in re.split(r"[./@]", key)
+    keys = {text: text.partition("=")[0] for text in (str(override).lstrip("+") for override in config.overrides.task)}
+    excluded = config.job.config.override_dirname.exclude_keys  # from the names of directories
+    distinct = [
+        text
+        for text, key in keys.items()
+        if key.partition("@")[0] not in excluded and "resume" not in re.split(r"[./@]", key)
+    ]
+    return ", ".join(sorted(distinct)) or "nothing"

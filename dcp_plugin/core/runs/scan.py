@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointError, CheckpointUnreadable, damage_in, unreadable
 from dcp_plugin.core.format import has_traces, uncommitted_reason
@@ -68,10 +68,8 @@ class Patience:
             except (OSError, CheckpointUnreadable) as error:
                 if not may_pass(error):
                     raise
-                now = monotonic()
-                if self._until is None:
-                    self._until = now + _PATIENCE
-                if now >= self._until:
+                self._until = self._until or monotonic() + _PATIENCE
+                if monotonic() >= self._until:
                     raise
             sleep(_PAUSE)
 
@@ -237,8 +235,7 @@ class Scan:
         """Return the result of ``read``, called once for each key in all rounds."""
         if key not in self._read:
             self._read[key] = self._patience.read(read)
-        result: T = self._read[key]
-        return result
+        return cast(T, self._read[key])
 
     def _look(self, directory: Where, number: int = 0, depth: int = _DEPTH) -> bool:
         """Examine a directory and those below it. Return False if it does not exist any more."""

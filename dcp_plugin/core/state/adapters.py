@@ -49,7 +49,6 @@ from dcp_plugin.core.state.optimizer import (
     gather_optimizer,
     group_list,
     group_names,
-    groups_of,
     shards_of,
 )
 from dcp_plugin.core.state.optimizer_load import OptimizerLoad, OwnLayoutLoad, load_into
@@ -230,8 +229,6 @@ class OptimizerAdapter(StateAdapter):
         return {} if self.has_own_layout else shards_of(self.module, self.optimizer)
 
     def names(self) -> list[str]:
-        if not groups_of(self.optimizer):
-            return []
         groups = group_names(self.module, self.optimizer)
         return [f"{kind}.{fqn}." for names in groups for fqn in names for kind in ("state", "param_groups")]
 
@@ -280,9 +277,9 @@ class TreeAdapter(StateAdapter):
     def stands_for_nothing(self) -> bool:
         return self.kind == "value" and not is_tensor(content := self.content()) and _is_open(content)
 
-    @abstractmethod
     def content(self) -> Any:
         """Return the data that the object has now."""
+        return self._value
 
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         return flatten_tree(self.content())
@@ -429,9 +426,6 @@ def without_sampler(position: Any) -> Any:
 
 class MappingAdapter(TreeAdapter):
     may_become_tensor = False
-
-    def content(self) -> Any:
-        return self._value
 
     def missing(self, current: Mapping[str, Any], stored: Mapping[str, Entry]) -> list[str]:
         """Return the missing keys: all keys of a mapping are wanted, since the user has named them.

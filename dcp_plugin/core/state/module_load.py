@@ -119,6 +119,8 @@ class ModuleLoad:
         # The prefixes of submodules with hooks after the load, which may take keys off the list of missing ones.
         forgiving = _prefixes(module, has_post_load_hooks, topmost=False) if apply and not self._fsdp1 else ()
         self._forgiving = set(map(clean, forgiving))
+        self._own = own_tensors(module)
+        self._same = same_parameter(module, self._own)
         self._apart = self._tied_to_hooked()  # keys that are read into separate memory, although no hook sees them
         self._paths: Mapping[str, KeyPath] = {}
         self._parts: dict[str, list[str]] = {}  # key in ``_free`` -> the stored names of its leaves
@@ -142,8 +144,6 @@ class ModuleLoad:
         targets: dict[str, Any] = {}
         received: set[str] = set()
         absent: list[str] = []
-        self._own = own_tensors(self._module)
-        self._same = same_parameter(self._module, self._own)
         refused = self._refused_ties(stored)
         for key, value in values.items():
             names = [key] if key in stored else []
@@ -237,9 +237,8 @@ class ModuleLoad:
         """Return the keys to fill in place only after a submodule with hooks has filled the same parameter."""
         if not self._below or "" in self._below:
             return set()
-        same = same_parameter(self._module, own_tensors(self._module))
-        hooked = {first for key, first in same.items() if _is_below(key, self._below)}
-        return {key for key, first in same.items() if first in hooked and not _is_below(key, self._below)}
+        hooked = {first for key, first in self._same.items() if _is_below(key, self._below)}
+        return {key for key, first in self._same.items() if first in hooked and not _is_below(key, self._below)}
 
     def _refused_ties(self, stored: Mapping[str, Entry]) -> dict[str, str]:
         """Return the names of tied weights that have another value in the checkpoint than their first name, with the
@@ -253,7 +252,11 @@ class ModuleLoad:
                 self._apart.add(key)
                 of_key, of_first = (_hashes(stored[name]) for name in (key, first))
                 if of_key is not None and of_first is not None and of_key != of_first:
-                    refused[key] = _TIED.format(first, key)
+                    refused[key] = (
+                        f"here the same parameter as {first}, and has another value in the checkpoint, where the two "
+                        f'were not tied. PartialLoad(exclude="*.{key}") loads the weight and the optimizer state of '
+                        f"{first}"
+                    )
         return refused
 
     def _filled_under_another_name(self, absent: list[str], targets: Iterable[str]) -> dict[str, str]:
@@ -391,11 +394,6 @@ class ModuleLoad:
 
 
 _NOTHING = object()
-
-_TIED = (
-    "here the same parameter as {0}, and has another value in the checkpoint, where the two were not tied. "
-    'PartialLoad(exclude="*.{1}") loads the weight and the optimizer state of {0}'
-)
 
 
 def _hashes(entry: Entry) -> list[Any] | None:

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -199,8 +199,7 @@ def _once(question: str, module: nn.Module, find: Callable[[], T]) -> T:
         return find()
     if (question, id(module)) not in cache:
         cache[question, id(module)] = module, find()
-    result: T = cache[question, id(module)][1]
-    return result
+    return cast(T, cache[question, id(module)][1])
 
 
 def named_modules(module: nn.Module) -> Sequence[tuple[str, nn.Module]]:

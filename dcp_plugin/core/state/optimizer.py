@@ -103,9 +103,8 @@ def _has_torch_layout(state: Any, optimizer: torch.optim.Optimizer) -> bool:
     if not isinstance(state["state"], Mapping) or not isinstance(groups, (list, tuple)):
         return False
     listed: list[Any] = [group.get("params") if isinstance(group, Mapping) else None for group in groups]
-    if not all(isinstance(numbers, (list, tuple)) for numbers in listed):
-        return False
-    if list(map(len, listed)) != [len(group["params"]) for group in live]:
+    is_listed = all(isinstance(numbers, (list, tuple)) for numbers in listed)
+    if not is_listed or list(map(len, listed)) != [len(group["params"]) for group in live]:
         return False
     numbers = {number for in_group in listed for number in in_group}
     # A state dict that merges those of several optimizers repeats their numbers.
@@ -223,13 +222,11 @@ def flatten_trees(flat: dict[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPa
 
 def group_list(nested: Nested) -> tuple[dict[str, Any], dict[str, KeyPath]]:
     """Return the param groups under the keys where stock code looks for them, with their paths."""
-    leaves: dict[str, Any] = {}
-    paths: dict[str, KeyPath] = {}
-    for number, group in enumerate(nested["param_groups"]):
-        for field, value in group.items():
-            leaves[f"param_groups.{number}.{field}"] = value
-            paths[f"param_groups.{number}.{field}"] = ("param_groups", number, field)
-    return leaves, paths
+    groups = nested[GROUPS]
+    paths = {
+        f"{GROUPS}.{number}.{field}": (GROUPS, number, field) for number, group in enumerate(groups) for field in group
+    }
+    return {key: groups[number][field] for key, (_, number, field) in paths.items()}, paths
 
 
 def unflatten_optimizer(flat: Mapping[str, Any]) -> Nested:
@@ -328,7 +325,7 @@ def split_key(key: str, fqns: Collection[str] = ()) -> tuple[str, str, str]:
 def group_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """Return the clean FQNs of the parameters of each group."""
     names = names_of(module, optimizer)
-    return [[name for p in group["params"] for name in names[id(p)]] for group in optimizer.param_groups]
+    return [[name for p in group["params"] for name in names[id(p)]] for group in groups_of(optimizer)]
 
 
 def shards_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Box]:
@@ -350,7 +347,7 @@ def names_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, l
     """Return :func:`~dcp_plugin.core.state.names.parameter_names`. Raise CheckpointMismatch if an optimized parameter
     is not among them."""
     names = parameter_names(module)
-    for number, group in enumerate(optimizer.param_groups):
+    for number, group in enumerate(groups_of(optimizer)):
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise CheckpointMismatch(

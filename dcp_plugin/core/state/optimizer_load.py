@@ -64,11 +64,6 @@ from dcp_plugin.core.tensors._torch_modules import is_of_torch, new_state, slots
 from dcp_plugin.core.tensors.kinds import OF_ITS_OWN_CLASS
 from dcp_plugin.core.types import Box, Wanted
 
-_OTHERS_ARE_TRAINED = (
-    "parameters that are trained now and were not then start with fresh optimizer state, and the state of those that "
-    "are not trained now is left out"
-)
-
 
 def load_into(
     module: nn.Module,
@@ -185,7 +180,10 @@ class OptimizerLoad:
             self.wanted.missing = [f"param_groups.{fqn}" for fqn in sorted(self._here - stored_names)]
         self.wanted.unexpected = [f"param_groups.{fqn}" for fqn in sorted(stored_names - self._here)]
         if has_state and (not stored_names or stored_names & self._here):  # otherwise the state is of another optimizer
-            self.wanted.tolerated = _OTHERS_ARE_TRAINED
+            self.wanted.tolerated = (
+                "parameters that are trained now and were not then start with fresh optimizer state, and the state of "
+                "those that are not trained now is left out"
+            )
         if self._hyper:
             self._group_list = {}
 
@@ -420,23 +418,14 @@ class OptimizerLoad:
         if entry.stored_whole and (made := new_state(self._optimizer, like, slot)) is not None:
             return made
         if entry.shape == sharded_value(like).shape and not own:  # a ShardedTensor warns when asked for its size
-            return empty_like(like, self._dtype_of_slot(entry.dtype, like))
-        on_device = entry.shape != () or self._steps_on_device(fqn)
-        return entry.empty(like.device if on_device else "cpu")
-
-    def _dtype_of_slot(self, stored: torch.dtype, like: Any) -> torch.dtype:
-        """Return the dtype for a slot of the shape of its parameter.
-
-        Torch's own optimizers need state in the dtype of the parameter, which may have been another at the save. Other
-        optimizers choose theirs, such as 8 bits for a parameter of 32, so the stored dtype is kept.
-        """
-        cast = is_of_torch(self._optimizer) and stored.is_floating_point and like.dtype.is_floating_point
-        return like.dtype if cast else stored
-
-    def _steps_on_device(self, fqn: str) -> bool:
-        """Return whether scalars such as ``step`` are on the device, as in fused and capturable optimizers."""
+            # Torch's own optimizers need state in the dtype of the parameter, which may have been another at the save.
+            # Other optimizers choose theirs, such as 8 bits for a parameter of 32, so the stored dtype is kept.
+            are_floats = entry.dtype.is_floating_point and like.dtype.is_floating_point
+            return empty_like(like, like.dtype if are_floats and is_of_torch(self._optimizer) else entry.dtype)
+        # Scalars such as ``step`` are on the device only in fused and capturable optimizers.
         groups = zip(self._optimizer.param_groups, self._groups, strict=True)
-        return any(group.get("fused") or group.get("capturable") for group, names in groups if fqn in names)
+        fused = any(group.get("fused") or group.get("capturable") for group, names in groups if fqn in names)
+        return entry.empty(like.device if fused or entry.shape != () else "cpu")
 
     @staticmethod
     def _group_fields(number: int, names: list[str], fields: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

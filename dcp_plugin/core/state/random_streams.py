@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-import sys
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -84,10 +84,9 @@ def capture(device: torch.device) -> RngState:
     version, words, gauss = random.getstate()
     python = {"version": version, "words": torch.tensor(words, dtype=torch.int64, device="cpu"), "gauss": gauss}
     state: RngState = {"torch": torch.get_rng_state(), "python": python}
-    if (numpy := sys.modules.get("numpy")) is not None:
-        name, keys, position, has_gauss, cached = numpy.random.get_state()
-        words = torch.from_numpy(keys.astype("int64"))
-        state["numpy"] = {"name": name, "words": words, "position": position, "gauss": [has_gauss, cached]}
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    words = torch.from_numpy(keys.astype("int64"))
+    state["numpy"] = {"name": name, "words": words, "position": position, "gauss": [has_gauss, cached]}
     if device.type != "cpu":
         state[device.type] = torch.get_device_module(device).get_rng_state()
     return state
@@ -102,10 +101,10 @@ def restore(state: RngState, device: torch.device) -> None:
     torch.set_rng_state(state["torch"].cpu())
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
+    if "numpy" in state:
         saved = state["numpy"]
         words = saved["words"].numpy().astype("uint32")
-        numpy.random.set_state((saved["name"], words, saved["position"], *saved["gauss"]))
+        np.random.set_state((saved["name"], words, saved["position"], *saved["gauss"]))
 
 
 def derive(state_of_rank_0: RngState, rank: int) -> None:
@@ -113,8 +112,7 @@ def derive(state_of_rank_0: RngState, rank: int) -> None:
     seed = _seed(state_of_rank_0, f"rank {rank}")
     torch.manual_seed(seed)  # also seeds every device
     random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)
 
 
 def _seed(state: RngState, purpose: str) -> int:

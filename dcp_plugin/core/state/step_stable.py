@@ -25,7 +25,6 @@ from torch.optim.swa_utils import AveragedModel
 from dcp_plugin.core.state.names import is_list_of, named_modules
 from dcp_plugin.core.tensors._torch import DTensor, is_tensor
 from dcp_plugin.core.tensors._torch_modules import own_buffers, own_parameters
-from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS
 from dcp_plugin.core.types import ShardedValue
 
 
@@ -66,16 +65,13 @@ class StepStableMemory:
         # A slot is stable unless it shares memory with unstable tensors. Any other leaf has to be a trained parameter.
         memory_addresses = iter(_addresses([tensor for tensors in memory for tensor in tensors]))
         return [
-            self._unstable.isdisjoint(addresses) if self._is_slot(leaf) else self._stable.issuperset(addresses)
+            self._unstable.isdisjoint(addresses)
+            if id(leaf.origin if isinstance(leaf, ShardedValue) else leaf) in self._slots
+            else self._stable.issuperset(addresses)
             for leaf, addresses in zip(
                 leaves, (list(itertools.islice(memory_addresses, len(tensors))) for tensors in memory), strict=True
             )
         ]
-
-    def _is_slot(self, leaf: Any) -> bool:
-        if type(leaf) in EXACTLY_TENSORS or not isinstance(leaf, ShardedValue):
-            return id(leaf) in self._slots
-        return id(leaf.origin) in self._slots
 
 
 def live_objects(state: Mapping[Any, Any]) -> Iterator[Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dcp_plugin.core.errors import size
+from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete, CheckpointUnreadable, size
 from dcp_plugin.tools.cli.terminal import (
     FAILED,
     NO,
@@ -58,7 +58,6 @@ def verify_command(
 
 def _verified(path: Where, threads: int) -> tuple[dict[str, Any], int]:
     """Return the document of one checkpoint and its exit status."""
-    from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete, CheckpointUnreadable
     from dcp_plugin.tools.verify import verify
 
     began = time.perf_counter()

@@ -56,21 +56,17 @@ def inspect_command(
     storage_option: StorageOptionsOption = None,
 ) -> Answer:
     """Show the modules of a checkpoint with their sizes. Layers that are alike are folded into one line."""
+    from dcp_plugin.tools import contents
+
     at = where(path, storage_option)
     if key:
-        from dcp_plugin.tools.contents import chunks
-
-        places = chunks(at, key)
+        places = contents.chunks(at, key)
         return Answer({"path": at, "chunks": places}, partial(_print_chunks, places))
     if stats:
-        from dcp_plugin.tools.contents import statistics
-
         with progress("reading") as bar:
-            listed = statistics(at, include or (), exclude or (), progress=bar)
+            listed = contents.statistics(at, include or (), exclude or (), progress=bar)
         return Answer({"path": at, "stats": listed}, partial(_print_stats, at, listed))
-    from dcp_plugin.tools.contents import inspect
-
-    info = inspect(at)
+    info = contents.inspect(at)
     print_keys = partial(_print_all, info, values) if everything else partial(_print_tree, info, depth)
     return _partly(info, Answer({"checkpoint": info}, print_keys))
 

@@ -114,7 +114,6 @@ def _module(into: str, path: Where, name: str) -> nn.Module:
 def _of_factory(into: str) -> nn.Module:
     """Call the user's factory. It is imported from the current directory as well, as ``python -m`` does."""
     import torch
-    from torch import nn
 
     place, _, factory = into.partition(":")
     if os.getcwd() not in sys.path:
@@ -135,19 +134,18 @@ def _of_factory(into: str) -> nn.Module:
         pass
     with torch.device("meta"):
         module = make()
-    if not isinstance(module, nn.Module):
+    if not isinstance(module, torch.nn.Module):
         raise CheckpointError(f"--into {into} gives a {type(module).__name__}, not a torch.nn.Module")
     return module
 
 
 def _of_checkpoint(path: Where, name: str) -> nn.Module:
     import torch
-    from torch import nn
 
     from dcp_plugin.core.format.columns import dtype_named
     from dcp_plugin.tools.contents import inspect
 
-    class Header(nn.Module):
+    class Header(torch.nn.Module):
         """Stand-in for a module, with the names, shapes and dtypes of its tensors."""
 
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -95,11 +95,11 @@ def _print_checkpoints(run: Run) -> None:
             (
                 _AUTO if listed.resumes else "",
                 _name(run, listed),
-                _text(listed.step),
+                listed.step,
                 _age(now - listed.time),
                 size(listed.nbytes),
                 size(listed.own_bytes),
-                _text(listed.world_size),
+                listed.world_size,
                 _first(listed.layouts, _MAX_LAYOUTS, ", …"),
                 _state(listed),
                 _metrics(listed),
@@ -111,10 +111,6 @@ def _print_checkpoints(run: Run) -> None:
     )
     for line in _notes(run):
         echo(f"  {line}")
-
-
-def _text(number: int | None) -> str:
-    return "" if number is None else str(number)
 
 
 def _first(texts: list[str], limit: int, more: str) -> str:
@@ -194,14 +190,14 @@ def prune_command(
 
 def _print_pruned(report: PruneReport) -> None:
     would = "would go" if report.dry_run else "deleted"
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for checkpoint in report.checkpoints:
         outcome = would if checkpoint.deleted else "FAILED" if checkpoint.failed else "kept"
         reasons = "; ".join(checkpoint.reasons)
-        rows.append((str(checkpoint.path), _text(checkpoint.step), size(checkpoint.nbytes), outcome, reasons))
+        rows.append((checkpoint.path, checkpoint.step, size(checkpoint.nbytes), outcome, reasons))
     for leftover in report.leftovers:
-        nbytes = "" if leftover.nbytes is None else size(leftover.nbytes)
-        rows.append((str(leftover.path), "", nbytes, would if leftover.deleted else "kept", leftover.what))
+        nbytes = None if leftover.nbytes is None else size(leftover.nbytes)
+        rows.append((leftover.path, None, nbytes, would if leftover.deleted else "kept", leftover.what))
     if rows:
         table(("path", "step", "size", "", "why"), rows, numbers=("step", "size"))
     echo(str(report))

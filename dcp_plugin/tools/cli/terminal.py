@@ -85,7 +85,7 @@ def reported(command: Callable[..., Answer | None]) -> Callable[..., None]:
                 return
             show(answer.document) if as_json else answer.print_text()
             if answer.error:
-                complain(answer.error)
+                echo_lines(answer.error, err=True)
             status = answer.status
         except BrokenPipeError:  # end as other tools do before ``| head``
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -95,14 +95,14 @@ def reported(command: Callable[..., Answer | None]) -> Callable[..., None]:
             if as_json:
                 show({"error": {"type": type(error).__name__, "message": str(error)}})
             message = str(error) if isinstance(error, CheckpointError) else one_line(str(error))
-            complain("\n".join([message, *getattr(error, "__notes__", [])]))
+            echo_lines("\n".join([message, *getattr(error, "__notes__", [])]), err=True)
             status = FAILED
         except ValueError as error:
             if type(error) is not ValueError:  # a subclass is a fault of this package, and needs its traceback
                 raise
             raise typer.BadParameter(as_options(str(error))) from error
         except KeyboardInterrupt:
-            complain("interrupted")
+            echo("interrupted", err=True)
             status = INTERRUPTED
         raise typer.Exit(status)
 
@@ -160,10 +160,10 @@ def echo(text: str = "", err: bool = False) -> None:
         typer.echo(line, err=err)
 
 
-def complain(message: str) -> None:
-    """Print a message of one or more lines on stderr."""
+def echo_lines(message: str, err: bool = False) -> None:
+    """Print a message of the library, of one or more lines."""
     for line in as_options(message).split("\n"):
-        echo(line, err=True)
+        echo(line, err)
 
 
 def as_options(message: str) -> str:
@@ -183,16 +183,16 @@ def _folded(text: str, width: float, **options: Any) -> list[str]:
 
 
 def table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str] = (), optional: Sequence[str] = ()
+    columns: Sequence[str], rows: Iterable[Sequence[object]], numbers: Sequence[str] = (), optional: Sequence[str] = ()
 ) -> None:
-    """Print a table. An empty last column is left out.
+    """Print a table. The cell of None is empty. An empty last column is left out.
 
     Args:
         numbers: The columns that are aligned to the right.
         optional: The columns that a narrow terminal does not show, in the order in which they are left out. Then the
             texts of the widest columns are folded.
     """
-    lines = [list(columns), *([one_line(cell) for cell in row] for row in rows)]
+    lines = [list(columns), *([one_line("" if cell is None else str(cell)) for cell in row] for row in rows)]
     cells = dict(zip(columns, zip(*lines, strict=True), strict=True))
     if not any(cells[columns[-1]][1:]):
         del cells[columns[-1]]

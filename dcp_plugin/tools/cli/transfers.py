@@ -18,8 +18,8 @@ from dcp_plugin.tools.cli.terminal import (
     JsonOption,
     PathArgument,
     StorageOptionsOption,
-    as_options,
     echo,
+    echo_lines,
     progress,
     renames,
     storage_options,
@@ -28,7 +28,6 @@ from dcp_plugin.tools.cli.terminal import (
 
 if TYPE_CHECKING:
     from dcp_plugin.tools.copy import CopyReport
-    from dcp_plugin.tools.export import ExportReport
 
 _MAX_LISTED = 5
 
@@ -127,7 +126,7 @@ def export_command(
             storage_options=storage_options(storage_option),
             progress=bar if first else None,
         )
-    return Answer({"export": report}, partial(_print_exported, report)) if first else None
+    return Answer({"export": report}, partial(echo_lines, str(report))) if first else None
 
 
 def import_command(
@@ -144,11 +143,6 @@ def import_command(
     """Make a checkpoint of a file or folder of another tool: safetensors, torch.save, Lightning, Accelerate, DCP."""
     selection: dict[str, Any] = {"include": include, "exclude": exclude, "rename": rename, "dtype": dtype}
     return export_command(source, out, "dcp", **selection, ranks=ranks, storage_option=storage_option)
-
-
-def _print_exported(report: ExportReport) -> None:
-    for line in as_options(str(report)).split("\n"):
-        echo(line)
 
 
 @contextmanager

@@ -78,13 +78,12 @@ class DcpCheckpoint:
                     yield piece.data
                     count.add(len(piece.data))
 
-        data: list[bytes | Streamed] = []
-        for item in items:
-            part = item.part
-            if part is None:
-                data.append(reader.item(item.key))
-            else:
-                data.append(Streamed(part.dtype, part.sizes, partial(bytes_of, part.nbytes)))
+        data: list[bytes | Streamed] = [
+            reader.item(item.key)
+            if (part := item.part) is None
+            else Streamed(part.dtype, part.sizes, partial(bytes_of, part.nbytes))
+            for item in items
+        ]
         to = write_items.Destination(medium, directory, rank, 1)
         places = write_items.write(data, to, self._publication.path)
         medium.flush(directory)

@@ -119,19 +119,18 @@ def _of_model(selected: Selected, beside: Beside) -> tuple[Selected, list[str]]:
     models = list(_models(config))
     if not models:
         return selected, ["transformers, or the model's class, is not installed: the keys were not compared with it."]
-    refusal: CheckpointMismatch | None = None
+    refusals: list[CheckpointMismatch] = []
     for kind, expected in models:
         try:
             chosen = _chosen(selected, expected, config)
         except CheckpointMismatch as error:
-            refusal = refusal or error
+            refusals.append(error)
         else:
             notes = (
                 [] if config.get("architectures") else [f"{CONFIG} names no architecture: the weights are of {kind}."]
             )
             return replace(selected, names=chosen), notes
-    assert refusal is not None
-    raise refusal
+    raise refusals[0]
 
 
 _Shapes = dict[str, tuple[int, ...]]

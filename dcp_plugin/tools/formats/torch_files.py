@@ -189,16 +189,13 @@ def _as_lightning(reader: CheckpointReader, tree: dict[str, Any]) -> dict[str, A
     checkpoint = defaults | _without_ours(tree.get(_EXTRA, {}))
     module = tree[_module(tree, reader)]
     checkpoint["state_dict"], _ = flatten(module, lambda _, value: isinstance(value, dict) and bool(value))
-    named = [name for name in tree if _is_optimizer(name) and isinstance(tree[name], dict)]
+    dicts = [name for name, value in tree.items() if isinstance(value, dict)]
+    named = [name for name in dicts if name == _OPTIM or name.removeprefix(f"{_OPTIM}_").isdecimal()]
     optimizers = sorted(named, key=lambda name: int(name.removeprefix(_OPTIM)[1:] or 0))
     if optimizers:
         checkpoint["optimizer_states"] = [with_numbers(nested_of(tree[name])[0]) for name in optimizers]
         checkpoint.setdefault("lr_schedulers", [])
     return checkpoint
-
-
-def _is_optimizer(name: str) -> bool:
-    return name == _OPTIM or name.removeprefix(f"{_OPTIM}_").isdecimal()
 
 
 def _without_ours(extra: Any) -> dict[str, Any]:

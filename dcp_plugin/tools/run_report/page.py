@@ -88,8 +88,7 @@ def _plotly() -> str:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise CheckpointError("a report needs plotly: pip install 'dcp-plugin[report]'") from error
-    text: str = get_plotlyjs()
-    return text.replace("</script", "<\\/script")
+    return str(get_plotlyjs()).replace("</script", "<\\/script")
 
 
 def _own(name: str) -> str:

@@ -284,7 +284,7 @@ def test_all_requests_to_a_bucket_that_botocore_makes_share_a_session(
     monkeypatch.setattr("botocore.session.Session", Counted)
     path: Any = as_path(f"{bucket.url}/run")
     for _ in range(3):
-        assert client_of(path).unfinished_uploads("run") == []
+        assert client_of(path).further.unfinished_uploads("run") == []
     assert len(made) == 1
 
 

@@ -81,8 +81,8 @@ class Contents:
     shares_bytes: bool = False
     """True if tensors may be views of the same bytes."""
 
-    def add(self, other: Contents) -> None:
-        """Add the contents of another file of the same checkpoint.
+    def add(self, other: Contents) -> Contents:
+        """Add the contents of another file of the same checkpoint, and return this object.
 
         Raises:
             CheckpointMismatch: Both have a key.
@@ -98,6 +98,7 @@ class Contents:
         self.values.update(other.values)
         self.kinds.update(other.kinds)
         self.shares_bytes |= other.shares_bytes
+        return self
 
     def index(self, label: str) -> CheckpointIndex:
         """Return the index, validated against the sizes of the files. ``label`` is the checkpoint's name in messages.

@@ -189,14 +189,7 @@ def _read_models(files: Files, models: dict[int, str]) -> Contents:
             raise CheckpointCorrupt(f"{files.where}/{name} has another format than its name: {why}")
         model = _READ[kind](files, name)
         contents.append(_renamed(model, "model", f"model_{number}") if len(models) > 1 else model)
-    return _merged(contents)
-
-
-def _merged(contents: list[Contents]) -> Contents:
-    first, *later = contents
-    for other in later:
-        first.add(other)
-    return first
+    return functools.reduce(Contents.add, contents)
 
 
 def _read_shards(files: Files, index: str) -> Contents:
@@ -218,7 +211,7 @@ def _read_shards(files: Files, index: str) -> Contents:
     keys_of: dict[str, list[str]] = {}
     for key, name in weights.items():
         keys_of.setdefault(name, []).append(key)
-    return _merged([_read_shard(files, index, name, keys) for name, keys in keys_of.items()])
+    return functools.reduce(Contents.add, (_read_shard(files, index, name, keys) for name, keys in keys_of.items()))
 
 
 def _read_shard(files: Files, index: str, name: str, keys: list[str]) -> Contents:

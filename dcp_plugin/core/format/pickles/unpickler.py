@@ -49,10 +49,6 @@ class StandIn:
     of: ClassVar[str] = ""
 
 
-def _stand_in(of: str) -> type[StandIn]:
-    return type("StandIn", (StandIn,), {"of": of})
-
-
 @dataclass(frozen=True)
 class Use:
     """Purpose of unpickling, and the globals that it needs.
@@ -88,7 +84,7 @@ _TENSORS: dict[str, Any] = {
 """Globals of tensors, and of their attributes that are plain values."""
 
 TENSOR = Use(_TENSORS)
-FILE = Use({**_TENSORS, "collections.Counter": Counter}, _stand_in)
+FILE = Use({**_TENSORS, "collections.Counter": Counter}, lambda of: type("StandIn", (StandIn,), {"of": of}))
 VALUE = replace(FILE, unknown=lambda of: None)
 
 

@@ -199,11 +199,9 @@ class Walk:
 
     def called(self, name: Name, args: Any, is_new: bool) -> Any:
         """Return the object that a call makes, before it is filled; None if it needs its state first."""
-        raise ValueError(f"its pickle calls {name.of}")
 
     def filled(self, target: Any, name: Name, args: Any, items: list[Any], state: tuple[Any, ...]) -> Any:
         """Return the object with its items, key and value in turn, and its state, a tuple of one or none."""
-        raise NotImplementedError
 
 
 def require_kinds(of: str, args: Any, kinds: Sequence[Any] | None) -> None:

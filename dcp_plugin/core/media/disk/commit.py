@@ -257,8 +257,6 @@ def remove(path: Path) -> None:
     Raises:
         CheckpointError: The checkpoint is unchanged.
     """
-    if not os.path.lexists(path):
-        return
     with _as_it_was(f"delete {path}"):
         try:
             if path.is_symlink() or not path.is_dir():
@@ -268,8 +266,8 @@ def remove(path: Path) -> None:
                 raise CheckpointError(f"cannot delete {path}: the working directory of this process is there.")
             with _renaming(path) as (reservation, workspace):
                 workspace.take(path, f"{reservation.token}.deleted")
-        except FileNotFoundError:
-            if os.path.lexists(path):  # otherwise another process has just deleted it
+        except (FileNotFoundError, NotADirectoryError):
+            if os.path.lexists(path):  # otherwise nothing is there, or another process has just deleted it
                 raise
 
 
@@ -450,7 +448,7 @@ def _age(folder: posix.Folder, descriptor: int) -> float:
 def locate(path: Path) -> Path:
     """Return ``path``, or the path of its checkpoint after a crash between the two renames of an overwrite."""
     for _ in range(_ATTEMPTS):
-        if looks_like_checkpoint(path):
+        if layout.has_traces(_names_in(path)):
             break
         is_in_flight = False
         for workspace in workspaces_of(path):
@@ -463,11 +461,6 @@ def locate(path: Path) -> Path:
         if not is_in_flight:
             break  # otherwise the new one may have its name by now
     return path
-
-
-def looks_like_checkpoint(path: Path) -> bool:
-    """Return whether a directory has files that only checkpoints have, committed or not."""
-    return layout.has_traces(_names_in(path))
 
 
 def _names_in(path: Path) -> list[str]:
@@ -737,7 +730,7 @@ def _is_missed(workspace: posix.Folder, aside: str, final: Path) -> bool:
         return False
     if not os.path.lexists(final):
         return True
-    made_anew = final.is_dir() and not final.is_symlink() and not looks_like_checkpoint(final)
+    made_anew = final.is_dir() and not final.is_symlink() and not layout.has_traces(_names_in(final))
     return made_anew and not (workspace.path / aside).is_symlink()
 
 

@@ -21,7 +21,7 @@ import stat
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -160,7 +160,7 @@ def _in_flight(path: Path) -> InFlight | None:
     return None
 
 
-class BlockFile:
+class BlockFile(AbstractContextManager["BlockFile", None]):
     """A file under construction.
 
     While one thread computes checksums and fills a buffer, another thread writes the buffer before.
@@ -205,9 +205,6 @@ class BlockFile:
         except BaseException:
             os.close(self._fd)
             raise
-
-    def __enter__(self) -> BlockFile:
-        return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:

@@ -330,10 +330,8 @@ def has_ended(on_machine: object, pid: object) -> bool:
         return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:  # of another user
-        return False
+    except OSError as error:
+        return error.errno == errno.ESRCH  # otherwise it is of another user
     return False
 
 

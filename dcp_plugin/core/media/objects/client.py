@@ -12,11 +12,11 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 from dcp_plugin.core.media.medium import ignore, scatter
 from dcp_plugin.core.media.objects import s3
@@ -37,17 +37,11 @@ _MOST_PARTS = 9_000  # S3 takes 10 000 in an upload
 _MOST_DELETED = 1_000
 _ATTEMPTS = 5
 _INIT_BACKOFF, _MAX_BACKOFF = timedelta(milliseconds=100), timedelta(seconds=15)
-_sleep = time.sleep
 _REFUSED_KEY = "Encountered object with invalid path"
 """Error of obstore for a listing with a key that is no path: an empty part, ``.``, ``..``, a control character."""
 _CONTROL = re.compile("[\x00-\x1f\x7f]")
 _NOT_ASKED_AGAIN = "list response body"
 """Error of obstore for a listing that broke off. obstore repeats all requests but this."""
-
-_MISSING = (
-    "{} needs obstore, which is not installed: pip install 'dcp-plugin[objects]', or pip install obstore into the "
-    "environment of this job."
-)
 
 
 @dataclass(frozen=True)
@@ -75,7 +69,7 @@ class NoConditions(Exception):
     """The store does not know conditional requests."""
 
 
-class ObjectWriter:
+class ObjectWriter(AbstractContextManager["ObjectWriter", None]):
     """An object under construction: an upload in parts, or one request if it is small. It appears, durable, at the end
     of the ``with`` block. If the block fails, the upload is aborted.
 
@@ -87,9 +81,6 @@ class ObjectWriter:
     def __init__(self, writer: Any, asked: Callable[[], Any], wrote: Callable[[int], None]) -> None:
         self._writer, self._asked, self._wrote = writer, asked, wrote
         self._done = 0
-
-    def __enter__(self) -> ObjectWriter:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         try:
@@ -211,14 +202,20 @@ _CHECKED_BY_CRC = {"checksum_algorithm": "crc64nvme", "unsigned_payload": True}
 
 
 class ObstoreClient:
-    """A bucket of S3, Google or Azure, or an HTTP server, through obstore. Methods raise OSError."""
+    """A bucket of S3, Google or Azure, or an HTTP server, through obstore. Methods raise OSError.
+
+    The requests of ``further`` never do. It is None for a store other than S3, which makes no such requests.
+    """
 
     def __init__(self, path: ObjectPath) -> None:
         try:
             import obstore
             from obstore.store import from_url
         except ImportError as error:
-            raise ValueError(_MISSING.format(path.store)) from error
+            raise ValueError(
+                f"{path.store} needs obstore, which is not installed: pip install 'dcp-plugin[objects]', or pip "
+                f"install obstore into the environment of this job."
+            ) from error
         self._obstore, self._url, self._secrets = obstore, path.store, secrets_in(dict(path.options or {}))
         try:
             options = _options_of(path)
@@ -228,7 +225,7 @@ class ObstoreClient:
             is_given = "retry_config" in dict(path.options or {})
             self._hasty = self._patient if is_given else from_url(path.store, **options | {"retry_config": hasty})
             self._has_answered = False
-            self._s3 = s3.FurtherRequests(path.store, cast(Any, self._patient).config) if path.scheme == "s3" else None
+            self.further = s3.FurtherRequests(path.store, self._patient.config) if path.scheme == "s3" else None
         except Exception as error:
             reason = error_text(error, texts_in(path.options))
             raise ValueError(
@@ -251,7 +248,7 @@ class ObstoreClient:
         over = time.monotonic() - began + pause > self._retries["retry_timeout"].total_seconds()
         if error.errno in (errno.EACCES, errno.ENODEV) or is_last or over:
             return False
-        _sleep(pause)
+        time.sleep(pause)
         return True
 
     @contextmanager
@@ -277,12 +274,12 @@ class ObstoreClient:
         number, text = refusal(error, error_text(error, self._secrets))
         return OSError(number, text, f"{self._url}/{key}")
 
-    def put(self, key: str, data: bytes) -> str:
-        """Write a complete object in one request. Return its tag."""
+    def put(self, key: str, data: bytes) -> None:
+        """Write a complete object in one request."""
         with self._asked(key):
-            return str(self._obstore.put(self._store, key, data, use_multipart=False)["e_tag"])
+            self._obstore.put(self._store, key, data, use_multipart=False)
 
-    def put_if(self, key: str, data: bytes, tag: str | None) -> str:
+    def put_if(self, key: str, data: bytes, tag: str | None) -> None:
         """Write an object if the object of that name has this tag, or if no object has the name and ``tag`` is None.
 
         Raises:
@@ -292,7 +289,7 @@ class ObstoreClient:
         mode: Any = "create" if tag is None else {"e_tag": tag}
         try:
             with self._asked(key, conditional=True):
-                return str(self._obstore.put(self._store, key, data, mode=mode, use_multipart=False)["e_tag"])
+                self._obstore.put(self._store, key, data, mode=mode, use_multipart=False)
         except OSError as error:
             if any(word in str(error) for word in ("NotImplemented", "not implemented", "501 Not")):
                 raise NoConditions(str(error)) from None
@@ -353,13 +350,13 @@ class ObstoreClient:
                     raise
 
     def _refuses_a_key(self, error: OSError) -> bool:
-        return self._s3 is not None and _REFUSED_KEY in str(error)
+        return self.further is not None and _REFUSED_KEY in str(error)
 
     def _pages(self, prefix: str, delimiter: str = "") -> Iterator[Any]:
         """Yield the pages of a listing that obstore refuses because of one key. Others put such keys; we never do."""
-        assert self._s3 is not None, "other stores list such keys"
+        assert self.further is not None, "other stores list such keys"
         try:
-            yield from self._s3.pages(prefix, delimiter)
+            yield from self.further.pages(prefix, delimiter)
         except ImportError:
             reason = "obstore cannot list a key with an empty part, a dot or a control character: pip install botocore"
             raise OSError(errno.EIO, reason, f"{self._url}/{prefix}") from None
@@ -422,17 +419,6 @@ class ObstoreClient:
         with self._asked(key):
             self._obstore.copy(self._store, key, to)
 
-    def unfinished_uploads(self, prefix: str) -> list[str]:
-        """Return the keys of uploads below ``prefix`` that were never completed, if the store lists them. Never raises
-        OSError."""
-        return self._s3.unfinished_uploads(prefix) if self._s3 else []
-
-    def abort_uploads(self, prefix: str, tokens: Collection[str]) -> None:
-        """Abort the uploads below ``prefix`` that have one of ``tokens`` in their keys. Never raises OSError: a rule of
-        the life cycle of the bucket has to end those that cannot be aborted."""
-        if self._s3:
-            self._s3.abort_uploads(prefix, tokens)
-
 
 def _is_path(key: str) -> bool:
     return not {"", ".", ".."} & set(key.split("/")) and not _CONTROL.search(key)
@@ -446,6 +432,7 @@ class MemoryClient:
     """``memory://``, as fsspec has it: the objects of this process alone."""
 
     _lock = threading.RLock()
+    further: s3.FurtherRequests | None = None
 
     def __init__(self, bucket: str) -> None:
         try:
@@ -460,17 +447,16 @@ class MemoryClient:
         changed = file.modified.timestamp()
         return ObjectInfo(path.removeprefix(self._root), file.getbuffer().nbytes, changed, f"{id(file)}-{changed}")
 
-    def put(self, key: str, data: bytes) -> str:
+    def put(self, key: str, data: bytes) -> None:
         with self._lock:
             self._files.pipe_file(self._root + key, data)
-            return self._info(self._root + key).tag
 
-    def put_if(self, key: str, data: bytes, tag: str | None) -> str:
+    def put_if(self, key: str, data: bytes, tag: str | None) -> None:
         with self._lock:
             current = self.head(key)
             if (current.tag if current else None) != tag:
                 raise Changed(f"{self._root}{key} is another one")
-            return self.put(key, data)
+            self.put(key, data)
 
     def create(self, key: str, size: int, in_flight: int, wrote: Callable[[int], None] = ignore) -> ObjectWriter:
         return ObjectWriter(_MemoryWriter(self, key), nullcontext, wrote)
@@ -512,12 +498,6 @@ class MemoryClient:
     def copy(self, key: str, to: str) -> None:
         with self._lock:
             self.put(to, self._files.cat_file(self._root + key))
-
-    def unfinished_uploads(self, prefix: str) -> list[str]:
-        return []
-
-    def abort_uploads(self, prefix: str, tokens: Collection[str]) -> None:
-        """Do nothing: an unfinished upload is in no store."""
 
 
 class _MemoryWriter:

@@ -91,6 +91,7 @@ _SWEPT_TOGETHER = 100
 _COMMITTING = 60.0
 """Seconds after which no other attempt to put ``.metadata`` begins."""
 SAVING = ".saving"
+_SWEEPER = "dcp-sweep"
 _OTHER_TAG = f'"{32 * "0"}"'
 
 
@@ -118,7 +119,6 @@ class _Held:
 
 
 _held: dict[str, _Held] = {}
-_swept_in_threads: set[ObjectPath] = set()
 _conditional: dict[str, bool] = {}
 """Stores that were probed, and whether they have conditional requests."""
 _last_time = [0.0]
@@ -304,7 +304,7 @@ def _refuse_to_replace_other_things(
     return False
 
 
-def publish(reservation: Reservation[ObjectPath], files: Mapping[str, bytes | Pieces] | None) -> None:
+def publish(reservation: Reservation[ObjectPath], files: Mapping[str, bytes | Pieces]) -> None:
     """Put the tables of contents, ``.metadata`` last. One request takes each, so that they are in memory.
 
     Raises:
@@ -313,8 +313,6 @@ def publish(reservation: Reservation[ObjectPath], files: Mapping[str, bytes | Pi
     """
     final, token = reservation.final, reservation.directory.stem
     client = client_of(final)
-    if files is None:
-        raise OSError(errno.ENOTSUP, "an object has its name from the first moment", str(final))
     if SUMMARY not in files:
         _publish_of_others(reservation, files)
         return
@@ -659,7 +657,8 @@ def _sweep_some(records: _Records, dead: list[_Record]) -> None:
             finished += by_path[path]
     copied = {str(save.noted.get("copies", "")) for save in finished} - {"", *alive}
     if finished:
-        client.abort_uploads(workspace.parent.key, {save.token for save in finished} | copied)
+        if client.further:
+            client.further.abort_uploads(workspace.parent.key, {save.token for save in finished} | copied)
         client.delete([save.entry.key for save in finished])
 
 
@@ -672,27 +671,21 @@ def _failures_logged(path: ObjectPath | None) -> Iterator[None]:
 
 
 def _sweep_beside(records: _Records) -> None:
-    """Sweep; in a thread if the workspace has so many records that the save would wait for it."""
+    """Sweep; in a thread if the workspace has so many records that the save would wait for it. A process has one such
+    thread at a time: a later save sweeps another workspace."""
     present, workspace = records.read(), records.workspace
     if len(present) <= _SWEPT_AT_ONCE:
         _sweep_dead(records, present)
-    elif workspace not in _swept_in_threads:
-        _swept_in_threads.add(workspace)
-        threading.Thread(target=_sweep_in_thread, args=(workspace,), name="dcp-sweep", daemon=True).start()
-
-
-def _sweep_in_thread(workspace: ObjectPath) -> None:
-    try:
-        with _failures_logged(workspace):
-            sweep(workspace)
-    finally:
-        _swept_in_threads.discard(workspace)
+    elif all(thread.name != _SWEEPER for thread in threading.enumerate()):
+        sweep_and_log = _failures_logged(workspace)(sweep)
+        threading.Thread(target=sweep_and_log, args=(workspace,), name=_SWEEPER, daemon=True).start()
 
 
 def _leftovers(client: Client, workspace: ObjectPath) -> list[Leftover[ObjectPath]]:
     """Return the garbage that :func:`collect_garbage` would delete, by the clock of this machine."""
     garbage: list[Leftover[ObjectPath]] = []
-    uploads = client.unfinished_uploads(workspace.parent.key)  # before the records: each save in flight has one by then
+    # Before the records: each save in flight has one by then.
+    uploads = client.further.unfinished_uploads(workspace.parent.key) if client.further else []
     records = _Records(workspace)
     for record in records.read():
         if record.path is not None and record.is_dead(time.time()):
@@ -742,8 +735,8 @@ def collect_garbage(workspace: ObjectPath, dry_run: bool = False) -> list[Leftov
         alive = _Records(workspace).alive()
         for item in garbage:
             path, token = _save_of(workspace.parent, item.path.key)
-            if item.what == _UPLOAD and token not in alive:
-                client.abort_uploads(path.key, {token})
+            if client.further and item.what == _UPLOAD and token not in alive:
+                client.further.abort_uploads(path.key, {token})
     finally:
         _let_go(reservation)
     return _leftovers(client, workspace)
@@ -796,11 +789,8 @@ def _clean(
     published = token_at(client, path) if last else ""
     dead = [name for name in objects if (token := token_in(name)) and token not in {*alive, published}]
     if published:  # what an earlier checkpoint, copied from a disk, had under names of its own
-        dead += [name for name in objects if name in (INDEX, SUMMARY) or _is_data_of_a_disk(name)]
+        data = (name for name in objects if name.endswith(DATA_SUFFIX) and "/" not in name and not token_in(name))
+        dead += [*data, *({INDEX, SUMMARY} & objects.keys())]
     elif all_of_it and last is None:
         dead += [name for name in objects if not token_in(name) and name.partition("/")[0] not in keeps]
     client.delete([objects[name].key for name in dead])
-
-
-def _is_data_of_a_disk(name: str) -> bool:
-    return name.endswith(DATA_SUFFIX) and "/" not in name and not token_in(name)

@@ -16,14 +16,6 @@ _SECRET = re.compile(
 _ROLE_SERVICE = "169.254.169.254"
 _QUERY = re.compile(r"(https?://[^\s?\"']+)\?[^\s\"')]*")
 _NEW_CREDENTIALS = "Give this job credentials that are valid: by the environment, a profile or storage_options"
-_ELSEWHERE = (
-    "The bucket is in another region, or the endpoint is not its own: set AWS_REGION and AWS_ENDPOINT_URL, or region "
-    "and endpoint in storage_options"
-)
-_NOT_ALLOWED = (
-    "These credentials may not do that: it takes the rights to list the bucket, and to read, write and delete objects "
-    "in it"
-)
 _REFUSALS = (
     (
         ("NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted"),
@@ -53,7 +45,10 @@ _REFUSALS = (
     (
         ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "redirect without"),
         errno.EIO,
-        _ELSEWHERE,
+        (
+            "The bucket is in another region, or the endpoint is not its own: set AWS_REGION and AWS_ENDPOINT_URL, or "
+            "region and endpoint in storage_options"
+        ),
     ),
     (
         (
@@ -64,7 +59,10 @@ _REFUSALS = (
             "401 Unauthorized",
         ),
         errno.EACCES,
-        _NOT_ALLOWED,
+        (
+            "These credentials may not do that: it takes the rights to list the bucket, and to read, write and delete "
+            "objects in it"
+        ),
     ),
 )
 """Words in the answer of a store, the error number, and the way out. The first row that matches counts."""

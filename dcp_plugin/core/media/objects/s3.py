@@ -9,14 +9,13 @@ that were never completed.
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-logger = logging.getLogger("dcp_plugin")
+from dcp_plugin.core.errors import logger
 
 _LASTS = timedelta(minutes=15)
 """Time for which keys are used before botocore, which knows when they expire, is asked again."""
@@ -87,10 +86,9 @@ class FurtherRequests:
 
     def unfinished_uploads(self, prefix: str) -> list[str]:
         """Return the keys of the unfinished uploads below a prefix; none if the store does not list them."""
-        keys: list[str] = []
         with self._failures_logged(prefix):
-            keys += (item["Key"] for item in self._uploads(prefix))
-        return keys
+            return [item["Key"] for item in self._uploads(prefix)]
+        return []
 
     def abort_uploads(self, prefix: str, tokens: Collection[str]) -> None:
         """Abort the unfinished uploads with one of ``tokens`` in their keys, up to the first failure."""
