@@ -265,8 +265,9 @@ class Loading:
         if union is None:
             return fitted.get()
         fitted = Attempt.of(lambda: fit(union))
-        reading = f"read the values of {self._path}"
-        warnings = self._ranks.combine(reading, lambda: [*fitted.get().match.warnings], said_by_ranks)
+        warnings = self._ranks.combine(
+            f"read the values of {self._path}", lambda: [*fitted.get().match.warnings], said_by_ranks
+        )
         return replace(fitted.get(), match=replace(fitted.get().match, warnings=warnings))
 
     def _ask_all(

@@ -153,7 +153,8 @@ class RankGroup(Ranks):
                 group is closed.
             RankFailure: A rank died, or did not join within the timeout.
         """
-        own, call = Attempt.of(work), current_call(step)
+        own = Attempt.of(work)
+        call = current_call(step)
         data = b"" if (value := _to_send(own)) is None else pickle.dumps(value)
         # An exception of the methods that communicate means that a rank is gone, never that its work has failed.
         is_same, lengths = self._collective(step, lambda: self._meet(call, call.digest(step), len(data)))
@@ -264,7 +265,7 @@ class RankGroup(Ranks):
         ``broadcast_object_list`` would take three times as long.
         """
         data = b"" if outcome is None else pickle.dumps(outcome)
-        length = torch.tensor([len(data)], device="cpu")
+        length = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
         dist.broadcast(length, src=0, group=self._group)
         if not length.item():
             return None
