@@ -2,7 +2,8 @@
 
 On a disk past the page cache, from memory that is aligned already; on tmpfs plain ``pwrite``. Reading is ``preadv``
 straight into the tensors, whose memory is used already: no page of it is new. The ceiling of a load that verifies reads
-and hashes: each piece by blocks, as our checksums cover them, while the piece is in the processor's cache.
+and hashes: each piece by blocks, as our checksums cover them, while the piece is in the processor's cache. That of a
+save hashes blocks of the smallest size and writes them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from xxhash import xxh3_64_intdigest
 
 from benchmarks._machine import file_system_of
 from benchmarks._peer import IO_THREADS, Peer, State
-from dcp_plugin.core.format.payload import block_size
+from dcp_plugin.core.format.payload import SMALLEST_BLOCK, block_size
 from dcp_plugin.core.tensors._torch import DTensor
 
 _BLOCK = 4 << 20
@@ -52,16 +53,19 @@ def _name(path: Path, part: int) -> str:
     return f"{path}/{int(os.environ.get('RANK', '0'))}-{part}"
 
 
-def save(state: State, path: Path) -> None:
+def save(state: State, path: Path, hashes: bool = False) -> None:
     memory = memoryview(_aligned[id(state)][0])
-    share = len(memory) // IO_THREADS
+    share, size = len(memory) // IO_THREADS, _HASHED if hashes else _BLOCK
     path.mkdir(exist_ok=True)
 
     def write(part: int) -> None:
         fd = os.open(_name(path, part), os.O_WRONLY | os.O_CREAT | os.O_EXCL | (0 if _in_memory(path) else os.O_DIRECT))
         os.posix_fallocate(fd, 0, share)
-        for at in range(part * share, (part + 1) * share, _BLOCK):
-            os.pwrite(fd, memory[at : min(at + _BLOCK, (part + 1) * share)], at - part * share)
+        for at in range(part * share, (part + 1) * share, size):
+            piece = memory[at : min(at + size, (part + 1) * share)]
+            if hashes:
+                hash_blocks(piece, SMALLEST_BLOCK)
+            os.pwrite(fd, piece, at - part * share)
         os.fsync(fd)
         os.close(fd)
 
@@ -118,5 +122,6 @@ def hash_blocks(view: memoryview, block: int) -> None:
 
 PEERS = [
     Peer("ceiling (raw I/O)", save, load, prepare=prepare),
+    Peer("raw write and hash", partial(save, hashes=True), load, only="save", prepare=prepare),
     Peer("raw read and hash", save, partial(load, hashes=True), only="load", prepare=prepare),
 ]
