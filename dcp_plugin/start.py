@@ -40,8 +40,7 @@ from dcp_plugin.core.errors import (
 from dcp_plugin.core.media import locate, medium_of, refuse_real_run, uncommitted_reason
 from dcp_plugin.core.partial import PartialLoad
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path, public, resolved
-from dcp_plugin.core.ranks.collectives import Call, Ranks, together
-from dcp_plugin.core.ranks.groups import refuse_differences
+from dcp_plugin.core.ranks.collectives import Call, Ranks, refuse_differences, together
 from dcp_plugin.core.records import LoadReport
 from dcp_plugin.core.runs import damage, hydra_jobs
 from dcp_plugin.core.runs.catalog import find_newest, sibling_parts, was_published

@@ -438,7 +438,7 @@ class _Rows:
         order = order_of(key, start, rank)
         new = (np.diff(np.stack((key, start))[:, order], prepend=-1) != 0).any(axis=0)
         of_rows = (key, rank, position, offsets, sizes, any_rank, is_replica, tie)
-        return cls(*(column[order] for column in of_rows), new), np.concatenate(chunks)
+        return cls(*[*(column[order] for column in of_rows), new]), np.concatenate(chunks)
 
     def take(self, rows: Column) -> _Rows:
         """Return the selected rows."""

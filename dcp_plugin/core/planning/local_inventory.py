@@ -185,8 +185,8 @@ class LocalInventory:
             filled_rows(sizes, width, 1),
         )
         steps = np.hstack(np.divmod(filled_rows(offsets, width, 0), np.maximum(description.sizes, 1)))
-        first, like = numbered(steps)
-        return cls(description, like, steps[first])
+        different, like = numbered(steps)
+        return cls(description, like, steps[different])
 
 
 def ties_of(state: Flat) -> dict[str, str]:

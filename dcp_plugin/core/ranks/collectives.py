@@ -28,7 +28,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from dcp_plugin.core.errors import logger
+from dcp_plugin.core.errors import CheckpointMismatch, logger
 from dcp_plugin.core.paths import Where, resolved
 from dcp_plugin.core.ranks.launcher import Launch
 
@@ -274,3 +274,18 @@ def _caller() -> str:
     while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in _INTERNAL:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def refuse_differences(settings: list[dict[str, Any]]) -> None:
+    """Check that all ranks have the same settings. Ranks with different settings would wait for each other in different
+    collectives.
+
+    Raises:
+        CheckpointMismatch: Settings differ. The message names the first rank that differs from rank 0.
+    """
+    for rank, other in enumerate(settings):
+        differ = [
+            f"{name}={settings[0][name]!r} and {value!r}" for name, value in other.items() if value != settings[0][name]
+        ]
+        if differ:
+            raise CheckpointMismatch(f"rank 0 and rank {rank} are configured differently: {', '.join(differ)}")

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dcp_plugin.core.errors import CheckpointMismatch
-from dcp_plugin.core.ranks.collectives import Ranks
+from dcp_plugin.core.ranks.collectives import Ranks, refuse_differences
 from dcp_plugin.core.ranks.launcher import this_launch, warn_without_group
 
 
@@ -95,18 +94,3 @@ class RankGroups:
             if ranks is not None:
                 ranks.close()
         self.group_of_saves = self._group_of_calls = None
-
-
-def refuse_differences(settings: list[dict[str, Any]]) -> None:
-    """Check that all ranks have the same settings. Ranks with different settings would wait for each other in different
-    collectives.
-
-    Raises:
-        CheckpointMismatch: Settings differ. The message names the first rank that differs from rank 0.
-    """
-    for rank, other in enumerate(settings):
-        differ = [
-            f"{name}={settings[0][name]!r} and {value!r}" for name, value in other.items() if value != settings[0][name]
-        ]
-        if differ:
-            raise CheckpointMismatch(f"rank 0 and rank {rank} are configured differently: {', '.join(differ)}")

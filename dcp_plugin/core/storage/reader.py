@@ -257,8 +257,7 @@ class CheckpointReader:
             BoxRead(keys[number], chunk, target, (0,), (length,))
             for number, chunk, target, length in zip(alone, chunks[alone].tolist(), targets, lengths, strict=True)
         ]
-        view = memoryview(memory)
-        filled = {n: view[end - length : end] for n, length, end in zip(alone, lengths, ends, strict=True)}
+        filled = {n: memory.data[end - length : end] for n, length, end in zip(alone, lengths, ends, strict=True)}
         return reads, {key: filled[number] for key, number in zip(keys, first, strict=True)}
 
     def _box(self, read: BoxRead) -> _Box:

@@ -326,7 +326,7 @@ def _boot_and_namespace(kind: str) -> str:
 
 def has_ended(on_machine: object, pid: object) -> bool:
     """Return whether a process has ended; False if that is unknown on this machine."""
-    if not on_machine or on_machine != machine() or not isinstance(pid, int) or pid <= 0:
+    if not on_machine or on_machine != machine() or not isinstance(pid, int) or not 0 < pid < 1 << 31:
         return False
     try:
         os.kill(pid, 0)
