@@ -114,7 +114,8 @@ class CheckpointError(Exception):
 
     def add_note(self, note: str, /) -> None:
         """Add a note to the traceback. The line with the address of the explanation stays the last one."""
-        self.__notes__.insert(-1, note)
+        super().add_note(note)
+        self.__notes__[-2:] = self.__notes__[:-3:-1]
 
 
 @public_class()

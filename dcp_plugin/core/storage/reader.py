@@ -12,6 +12,7 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -178,17 +179,11 @@ class CheckpointReader:
         files, index = self.open().files, self.index
         with suppress(OSError):  # the read of the key reports the error
             files.pin(self._files_of(plan))
-        boxes, chunks = [self._box(read) for read in plan.boxes], plan.chunks
+        reads, values = self._values([key for key in plan.values.values() if key not in index.values_here])
+        boxes, chunks = [self._box(read) for read in plan.boxes], [*plan.chunks, *reads]
         if files.cost.gap >= LARGEST_CHUNK:  # a read costs more than objects: all neighbours are read together
-            boxes += [
-                _Box(
-                    read,
-                    StoredChunk(read.offsets, read.sizes, index.places.location(read.number)),
-                    read.target.dtype,
-                )
-                for read in chunks
-            ]
-            chunks = ()
+            boxes += map(self._box_of_all, chunks)
+            chunks = []
         boxes = self._recognised(boxes)
         wholes, fetches, scaled = list[_Box](), list[Fetch](), list[BoxRead]()
         for box in boxes:
@@ -198,9 +193,8 @@ class CheckpointReader:
                 wholes.append(box)
             else:
                 fetches += self._fetches(box, box.read.target)
-        reads, values = self._values([key for key in plan.values.values() if key not in index.values_here])
         finish_device_work(read.target for read in plan.boxes)
-        self._read(fetches, [*chunks, *reads])
+        self._read(fetches, chunks)
         for box in wholes:  # one at a time in this thread: their classes may run code of their own
             self._fill(box, box.read.target)
         if scaled:
@@ -264,6 +258,13 @@ class CheckpointReader:
         entry = self.index[read.key]
         assert isinstance(entry, StoredTensor), "a plan has boxes of tensors"
         return _Box(read, entry.chunks[read.number - self.index.rows_of(read.key)[0]], entry.dtype)
+
+    def _box_of_all(self, read: BoxRead) -> _Box:
+        """Return the box that is a complete chunk, or a value."""
+        location = self.index.places.location(read.number)
+        if location.payload_offset is None:  # a value: the item of a tensor with an unknown layout is no complete chunk
+            location = replace(location, payload_offset=0, payload_length=location.length)
+        return _Box(read, StoredChunk(read.offsets, read.sizes, location), read.target.dtype)
 
     def _recognised(self, boxes: list[_Box]) -> list[_Box]:
         """Find the payloads of a stock checkpoint's tensors, so that they need not go through ``torch.load``."""

@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import random
+import uuid
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,17 @@ def test_several_threads_share_one_file(tmp_path: Path) -> None:
     target = torch.zeros(12 * MIB)
     dcp.load({"t": target}, tmp_path / "ck", io={"threads": 4})
     assert same_bytes(target, tensor)
+
+
+def test_values_and_the_tensors_around_them_are_read_together_from_a_store() -> None:
+    path = f"memory://{uuid.uuid4().hex}/step"
+    state = {f"{at}.{name}": torch.rand(2000) if name == "a" else f"value {at}" for at in range(100) for name in "ab"}
+    dcp.save(state, path)
+    loaded = {key: torch.zeros(2000) if torch.is_tensor(value) else "" for key, value in state.items()}
+    reader = dcp.ShardedReader(path)
+    stock.load(loaded, storage_reader=reader, no_dist=True)
+    assert_same(loaded, state)
+    assert reader.bytes_read < 1.5 * 100 * 8000
 
 
 def test_equal_values_are_read_once(tmp_path: Path) -> None:
