@@ -86,7 +86,7 @@ def test_two_ranks_load_one_save_whatever_happens_beside_them(tmp_path: Path) ->
         deletion.remove(path)
 
     cases = [
-        ("_open", replaced, False, 2),  # after rank 0 has opened it, before rank 1 does
+        ("checkpoint", replaced, False, 2),  # after rank 0 has opened it, before rank 1 does
         ("_plan", replaced, False, 2),  # after rank 0 has its data files open, before rank 1 has
         ("_read_values", replaced, True, 1),  # all have what they read open
         ("_read_values", deleted, True, 1),
