@@ -510,7 +510,7 @@ def grid_begins(key: Column, offsets: Column, sizes: Column, shapes: Column) -> 
         continues &= (np.diff(key[some]) == 0) & ~carry[:-1]
         begins.append(start + np.flatnonzero(np.concatenate(([True], ~continues))[before:]))
     row = np.concatenate(begins)
-    # Of a tensor that takes many rows each box gets one, which a reader finds without making a grid.
+    # A tensor with more rows than half its boxes gets a row for each box. A reader finds such rows without a grid.
     rows, boxes = (np.bincount(of, minlength=len(shapes)) for of in (key[row], key))
     is_begin = (2 * rows > boxes)[key]
     is_begin[row] = True

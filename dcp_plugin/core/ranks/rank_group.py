@@ -260,7 +260,7 @@ class RankGroup(Ranks):
         return [pickle.loads(message) if len(message) else None for message in messages]
 
     def _send_to_all(self, outcome: Any) -> Any:
-        """Broadcast a value of rank 0, and return it. Of the usual None, the length is the only message.
+        """Broadcast a value of rank 0, and return it. None, the usual value, takes one message: a length of 0.
 
         ``broadcast_object_list`` would take three times as long.
         """

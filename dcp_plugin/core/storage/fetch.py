@@ -85,8 +85,7 @@ class Fetch(ABC):
         """Compare the hashes of the blocks inside a range, and return how many of its bytes are in no such block.
 
         Args:
-            views: The bytes of the range, in order. An iterator may read each view when it is requested: all are, of a
-                range of at least a block.
+            views: The bytes of the range, in order. An iterator may read each view when it is requested.
 
         Raises:
             CheckpointCorrupt: A checksum differs; the message names file and key.

@@ -98,6 +98,7 @@ class BatchOfFetches(Batch):
                 if end - begin > piece:
                     pieces = self._filled_pieces(file, origin, (begin, end, memory), count)
                     count.unchecked += fetch.check(begin, end, pieces)
+                    deque(pieces, 0)  # a piece without a checksum, which the check did not request, is read here
                 else:
                     count.read += fill(file, memory, origin + begin, origin + end)
                     count.unchecked += fetch.check(begin, end, memory)
