@@ -21,7 +21,7 @@ import torch
 import dcp_plugin as dcp
 from dcp_plugin.core.interrupts import interrupts_held
 from dcp_plugin.core.media import lease
-from dcp_plugin.core.media.disk import commit, posix
+from dcp_plugin.core.media.disk import commit, local_files, posix
 from dcp_plugin.core.media.objects import commit as objects
 from dcp_plugin.core.media.objects.client import client_of
 from dcp_plugin.core.paths import as_path
@@ -53,6 +53,25 @@ def test_another_thread_holds_nothing_back() -> None:
     thread.start()
     thread.join()
     assert handlers == [signal.getsignal(signal.SIGINT)]
+
+
+@pytest.mark.parametrize("kind", [posix.Folder, local_files.PinnedFiles])
+def test_a_closed_directory_is_deleted_without_code_that_would_lose_an_interrupt(kind: Any, tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    directory, calls = kind(tmp_path), []
+    directory.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code) if event == "call" else None)
+    del directory
+    sys.setprofile(None)
+    assert calls == []
+
+
+@pytest.mark.parametrize("kind", [posix.Folder, local_files.PinnedFiles])
+def test_an_abandoned_directory_is_closed(kind: Any, tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    kind(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 MOMENTS: dict[str, tuple[Any, str]] = {

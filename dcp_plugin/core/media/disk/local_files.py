@@ -143,6 +143,7 @@ class PinnedFiles(LocalFiles):
             self._descriptor = os.open(directory, _TO_HOLD)
         except OSError as error:
             self._refused = error
+        self._close = posix.close_when_dropped(self, _close, self._descriptor, self._pinned)
         self._identity: tuple[int, int] | None = None
         with suppress(OSError):
             self._identity = _identity(directory if self._descriptor is None else self._descriptor)
@@ -185,17 +186,17 @@ class PinnedFiles(LocalFiles):
             return False
 
     def close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, None
+        self._descriptor = None
         self._refused = OSError(errno.EBADF, "the files are closed")
-        for file in self._pinned.values():
-            file.close()
-        self._pinned = {}
-        if descriptor is not None:
-            os.close(descriptor)
+        self._close()
 
-    def __del__(self) -> None:
-        """Close the files of a reader that a user's code drops without closing it."""
-        self.close()
+
+def _close(descriptor: int | None, pinned: dict[str, LocalFile]) -> None:
+    for file in pinned.values():
+        file.close()
+    pinned.clear()
+    if descriptor is not None:
+        os.close(descriptor)
 
 
 def _names_in(place: Path | int, directory: Path) -> list[str]:

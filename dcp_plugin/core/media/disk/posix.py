@@ -17,9 +17,11 @@ import os
 import shutil
 import stat
 import tempfile
+import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from dcp_plugin.core.interrupts import interrupts_held
 
@@ -56,6 +58,20 @@ def make_directories(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for created in reversed(missing):
         sync_directory(created.parent)
+
+
+def close_when_dropped(owner: object, close: Callable[..., None], *opened: Any) -> Callable[[], None]:
+    """Call ``close(*opened)`` when the owner is deleted, as Ctrl-C may come before its ``close``.
+
+    This replaces a ``__del__``, which runs after ``close``, too. Python discards an exception that is raised in it, and
+    with the exception a Ctrl-C.
+
+    Returns:
+        The function that closes at once. It closes once.
+    """
+    finalizer = weakref.finalize(owner, close, *opened)
+    finalizer.atexit = False  # a thread may use the owner to the end of the program
+    return finalizer
 
 
 # Windows lacks these flags. Programs that only read from a store import this module there, too.
@@ -100,6 +116,7 @@ class Folder:
             if error.errno not in (errno.ELOOP, errno.ENOTDIR):
                 raise OSError(error.errno, error.strerror, str(path)) from None
             raise NotADirectoryError(errno.ENOTDIR, "it is a link, or no directory", str(path)) from None
+        self._close = close_when_dropped(self, os.close, self.descriptor)
 
     def __enter__(self) -> Self:
         return self
@@ -109,11 +126,8 @@ class Folder:
 
     def close(self) -> None:
         with interrupts_held():
-            descriptor, self.descriptor = self.descriptor, -1
-            if descriptor >= 0:
-                os.close(descriptor)
-
-    __del__ = close  # Ctrl-C may come before the close
+            self.descriptor = -1
+            self._close()
 
     def names(self) -> list[str]:
         return sorted(os.listdir(self.descriptor))
