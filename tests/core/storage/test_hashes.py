@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from dcp_plugin.core.storage.reuse import Reuse
 from dcp_plugin.core.storage.stream_copy import check_of
 from tests.compare import assert_same
 from tests.damage import flip_byte
+from tests.limits import HANG
 
 NUMBERS = 3 * SMALLEST_BLOCK // 4 + 5
 
@@ -175,6 +179,29 @@ def test_the_first_save_after_a_resume_links_no_file_with_a_flipped_bit_anywhere
             resumed.save(state, tmp_path / "2")
         assert dcp.inspect(tmp_path / "2").bytes_reused == 0 and dcp.verify(tmp_path / "2").ok
         flip_byte(file, at)
+
+
+def test_after_ctrl_c_no_further_item_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, compared, caught = _state(0), list[int](), threading.Event()
+    with dcp.Checkpointer(io={"threads": 1}) as ours:
+        for step in range(2):
+            ours.save(state, tmp_path / str(step))
+
+    def interrupted(*item: object) -> None:
+        compared.append(1)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert caught.wait(HANG)
+
+    monkeypatch.setattr(reuse, "equal_item", interrupted)
+    resumed = dcp.Checkpointer(io={"threads": 1})
+    resumed.load(state, tmp_path / "1")
+    with pytest.raises(KeyboardInterrupt):
+        resumed.save(state, tmp_path / "2")
+    caught.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("dcp-verify"):
+            thread.join()
+    assert compared == [1]
 
 
 def test_after_a_resume_only_what_was_stable_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
