@@ -32,6 +32,7 @@ The page cache stores a piece as one unit, so smaller pieces are slower to read.
 and a save waits for that.
 """
 BLOCK = 4 << 20
+_memcmp = ctypes.CDLL(None).memcmp  # loaded once: that takes longer than to compare a piece in the cache
 _BLOCKS = 3  # one block is being written or read while two are being copied
 
 
@@ -131,6 +132,13 @@ def memory_view(tensor: torch.Tensor) -> memoryview:
     memory = (ctypes.c_ubyte * tensor.nbytes).from_address(address_of(tensor))
     memory.owner = tensor  # type: ignore[attr-defined]
     return memoryview(memory).cast("B")
+
+
+def equal_bytes(one: memoryview, other: memoryview) -> bool:
+    """Return whether two pieces of writable memory of the same length are equal."""
+    # ctypes passes an array as its address, and releases the interpreter's lock during the call. Objects of Python are
+    # compared with the lock, and numpy writes a third array.
+    return bool(_memcmp(*map((ctypes.c_char * 0).from_buffer, (one, other)), ctypes.c_size_t(len(one))) == 0)
 
 
 def address_of(tensor: torch.Tensor) -> int:
