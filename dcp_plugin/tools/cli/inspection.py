@@ -147,7 +147,7 @@ def read_command(
 ) -> Answer:
     """Print tensors and values of a checkpoint. Long tensors are shortened, unless --full is given."""
     from dcp_plugin.tools.contents import inspect
-    from dcp_plugin.tools.read import read
+    from dcp_plugin.tools.stream import read
 
     at, without = where(path, storage_option), exclude or []
     info = None if keys else inspect(at)  # keys that are named are read, or fail
