@@ -24,7 +24,7 @@ from tests import programs
 ROOT = Path(dcp.__file__).parent
 LAYERS = [
     (
-        *("config", "options", "paths", "errors", "retention", "types", "tensors", "events", "ranks", "partial"),
+        *("config", "paths", "errors", "retention", "types", "tensors", "events", "ranks", "partial"),
         "interrupts",
     ),
     ("format",),

@@ -29,7 +29,7 @@ from dcp_plugin.core.format.keys import (
     walked_as_stored,
     with_types_of,
 )
-from dcp_plugin.core.state.module import apply_fsdp1_optimizer, gather_fsdp1_module, gather_fsdp1_optimizer, reshard
+from dcp_plugin.core.state.module import gather_module, reshard
 from dcp_plugin.core.state.module_load import Deferred
 from dcp_plugin.core.state.names import contains_fsdp1, parameters_by_name
 from dcp_plugin.core.state.optimizer import (
@@ -122,7 +122,7 @@ class OptimizerLoad:
         self._beside: dict[str, Entry] = {}  # state of no parameter, by stored key
         self._paths = paths
         # Parameters by FQN: a slot with the shape of its parameter is distributed like it.
-        self._layouts = gather_fsdp1_module(module) if self._fsdp1 else parameters_by_name(module)
+        self._layouts = gather_module(module) if self._fsdp1 else parameters_by_name(module)
         self._groups = group_names(module, optimizer)
         self._here = {fqn for names in self._groups for fqn in names}  # the parameters of the optimizer
         self._slots: dict[str, dict[str, Entry]] = defaultdict(dict)  # stored slots, by FQN and slot
@@ -356,17 +356,19 @@ class OptimizerLoad:
         touched = state.keys() | fields.keys()
         groups = [self._group_fields(number, names, fields) for number, names in enumerate(self._groups)]
         if self._fsdp1:
+            from dcp_plugin.core.state import fsdp1  # only such modules need it
+
             nested_groups = [
                 {**fields_of(group), **new, "params": names}
                 for group, new, names in zip(self._optimizer.param_groups, groups, self._groups, strict=True)
             ]
             if touched != self._here:
                 # Torch replaces the complete state, so the state of the other parameters is given back to it.
-                now = gather_fsdp1_optimizer(self._module, self._optimizer)["state"]
+                now = fsdp1.gather_optimizer(self._module, self._optimizer)["state"]
                 state = {**{fqn: slots for fqn, slots in now.items() if fqn not in touched}, **state}
             nested = {"state": state, "param_groups": nested_groups}
             extras = {**self._live.extras, **self._trees_of(filled, EXTRA_STATE, self._live.extras)}
-            apply_fsdp1_optimizer(self._module, self._optimizer, nested, extras)
+            fsdp1.apply_optimizer(self._module, self._optimizer, nested, extras)
             return
         slots: dict[str, dict[str, Any] | None] = {}
         for fqn in touched & self._here:

@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dcp_plugin as dcp
 from dcp_plugin.core.format.pickles.unpickler import FILE, load
 from dcp_plugin.core.format.torch_archive import Archive
-from dcp_plugin.core.state.module import gather_fsdp1_module, same_flat_parameter
+from dcp_plugin.core.state.fsdp1 import gather_module
+from dcp_plugin.core.state.module import same_flat_parameter
 from dcp_plugin.core.state.names import parameter_names
 from dcp_plugin.core.tensors import _torch, _torch_modules, _torch_sharded, kinds
 from tests.compare import full, same_bytes
@@ -161,7 +162,7 @@ def test_fsdp1_names_its_flat_parameters_and_its_shards_can_be_rebuilt() -> None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     names = parameter_names(model)
     assert [names[id(p)] for p in optimizer.param_groups[0]["params"]] == [["weight", "bias"]]
-    value = gather_fsdp1_module(model)["weight"]
+    value = gather_module(model)["weight"]
     made = _torch.empty_like(value, torch.float64)
     for new, old in zip(made.local_shards(), value.local_shards(), strict=True):
         new.tensor.copy_(old.tensor)
