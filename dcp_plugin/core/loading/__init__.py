@@ -45,7 +45,7 @@ on_delivery: ContextVar[Callable[..., AbstractContextManager[Callable[[], None]]
     "on_delivery", default=lambda *load: nullcontext(lambda: None)
 )
 """Function of a resume that watches its loads. It gets the state, the :class:`~dcp_plugin.core.records.FittedLoad`,
-the ranks and the index. Its block encloses the stages that fill the targets and pass them to their objects. The
+the ranks and the reader. Its block encloses the stages that fill the targets and pass them to their objects. The
 function of the block is called between the two."""
 
 
@@ -78,7 +78,12 @@ class KeyMap:
         front = f"{self.name}."
         full_keys = {"": self.name} if self.name in index else {}
         full_keys |= {full.removeprefix(front): full for full in index.under(front) if full != front}
-        paths = {key: path_below("", front, index.path_of(full)) for key, full in full_keys.items()}
+        # A default path has one step behind the first dot of the key. A search would take longer.
+        usual = set() if "." in self.name else {*full_keys.values()} - index.table.paths.keys()
+        paths = {
+            key: (key,) if key and full in usual else path_below("", front, index.path_of(full))
+            for key, full in full_keys.items()
+        }
         return self.entries_at(index, full_keys, paths)
 
     def entries_at(
