@@ -23,7 +23,6 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -361,7 +360,7 @@ def _compared(then: Marks, now: Marks, keys: Sequence[str]) -> tuple[list[str], 
     return same, [key for key in pairs if then[key].digest != now[key].digest]
 
 
-def marks_of(leaves: Mapping[str, Any], checked: Mapping[int, int] = MappingProxyType({})) -> Marks:
+def marks_of(leaves: Mapping[str, Any], checked: Mapping[int, int] | None = None) -> Marks:
     """Return the marks of tensors and plain values. Other leaves have none, nor have tensors without memory.
 
     Args:
@@ -372,7 +371,7 @@ def marks_of(leaves: Mapping[str, Any], checked: Mapping[int, int] = MappingProx
     for key, leaf in leaves.items():
         value = Attempt.of(functools.partial(sharded_value, leaf)).value if is_tensor(leaf) else leaf
         if isinstance(value, ShardedValue) and not value.stored_whole:
-            marks[key] = _mark_of_tensor(value, checked)
+            marks[key] = _mark_of_tensor(value, checked or {})
         elif is_plain(leaf):
             text = repr(leaf)
             digest = text if len(text) <= 64 else xxh3_64_intdigest(text.encode())
