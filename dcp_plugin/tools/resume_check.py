@@ -381,20 +381,22 @@ def marks_of(leaves: Mapping[str, Any], checked: Mapping[int, int] | None = None
 
 def _mark_of_tensor(value: ShardedValue, checked: Mapping[int, int]) -> Mark:
     chunks = value.chunks
-    # Most tensors are small, in plain memory, and a state may have thousands. A load has just hashed the bytes of most
-    # of them. Else a view of the memory, which keeps its tensor alive, takes six times as long as the hash. Here
-    # ``value`` keeps the tensor alive.
+    # A state may have thousands of small tensors. The load has just hashed the bytes of most of them. For others, a view
+    # that keeps its tensor alive takes six times as long as the hash. Here ``value`` keeps the tensor alive.
     if len(chunks) == 1 and (nbytes := chunks[0].tensor.nbytes) <= _LARGE:
         digest = checked.get(id(chunks[0].tensor))
         if digest is None and is_plain_memory(chunks[0].tensor):
             digest = xxh3_64_intdigest((ctypes.c_ubyte * nbytes).from_address(address_of(chunks[0].tensor)))
         if digest is not None:
-            kind: tuple[Any, ...] = (value.dtype, value.shape, (*chunks[0][:2], True))
-            return Mark(kind, digest, nbytes, nbytes)
+            return Mark((value.dtype, value.shape, (*chunks[0][:2], True)), digest, nbytes, nbytes)
     layouts = [(*chunk[:2], chunk.tensor.is_contiguous() or chunk.tensor.stride()) for chunk in chunks]
     sample = b"".join([_sample(chunk.tensor) for chunk in chunks])
-    nbytes = sum([chunk.tensor.nbytes for chunk in chunks])
-    return Mark((value.dtype, value.shape, *layouts), xxh3_64_intdigest(sample), nbytes, len(sample))
+    return Mark(
+        (value.dtype, value.shape, *layouts),
+        xxh3_64_intdigest(sample),
+        sum([chunk.tensor.nbytes for chunk in chunks]),
+        len(sample),
+    )
 
 
 def _sample(tensor: torch.Tensor) -> bytes | memoryview:

@@ -140,17 +140,8 @@ class KeyColumns:
         return itemsizes
 
     def shape_of(self, slot: int) -> tuple[int, ...]:
-        # A load asks for the keys in turn. Calls of numpy for each would take longer than the rest of an entry.
-        block, at = divmod(slot, _SHAPES_AT_ONCE)
-        if (shapes := self._shapes.get(block)) is None:
-            first = block * _SHAPES_AT_ONCE
-            shapes = self.shapes_of(np.arange(first, min(first + _SHAPES_AT_ONCE, len(self.keys))))
-            self._shapes[block] = shapes
-        return shapes[at]
-
-    @functools.cached_property
-    def _shapes(self) -> dict[int, list[tuple[int, ...]]]:
-        return {}
+        begin, end = self.shape_starts[slot : slot + 2].tolist()
+        return tuple(self.columns["shape"][begin:end].tolist())
 
     @functools.cached_property
     def nbytes(self) -> Column:
@@ -541,7 +532,6 @@ def starts_of(counts: Any) -> Column:
     return np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
 
 
-_SHAPES_AT_ONCE = 512
 ROWS_IN_CACHE = 1 << 15
 """Rows processed at a time: a few columns of this many rows fit into the processor's cache.
 

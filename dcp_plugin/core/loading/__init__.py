@@ -78,12 +78,7 @@ class KeyMap:
         front = f"{self.name}."
         full_keys = {"": self.name} if self.name in index else {}
         full_keys |= {full.removeprefix(front): full for full in index.under(front) if full != front}
-        # A default path has one step behind the first dot of the key. A search would take longer.
-        usual = set() if "." in self.name else {*full_keys.values()} - index.table.paths.keys()
-        paths = {
-            key: (key,) if key and full in usual else path_below("", front, index.path_of(full))
-            for key, full in full_keys.items()
-        }
+        paths = {key: path_below("", front, index.path_of(full)) for key, full in full_keys.items()}
         return self.entries_at(index, full_keys, paths)
 
     def entries_at(

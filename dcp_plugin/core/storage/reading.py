@@ -31,7 +31,7 @@ from dcp_plugin.core.media import RangedFile, Readable, ReadCost, bytes_behind, 
 from dcp_plugin.core.records import BoxRead
 from dcp_plugin.core.storage.fetch import Fetch, IntoMemory, Part
 from dcp_plugin.core.storage.published import gone_or_damaged
-from dcp_plugin.core.tensors.host_memory import READ_PIECE, Rings, device_of_thread, memory_views
+from dcp_plugin.core.tensors.host_memory import READ_PIECE, Rings, device_of_thread, memory_view
 
 _MOST_PARTS = 256  # each has up to four pieces of memory; the system takes 1024 in a call
 
@@ -147,7 +147,7 @@ class BatchOfChunks(Batch):
         self.nbytes = self.begins[-1] + self.chunks[-1].target.nbytes - self.begin
 
     def read(self, file: RangedFile, rings: Rings, count: Count) -> None:
-        views = memory_views([chunk.target for chunk in self.chunks])
+        views = [memory_view(chunk.target) for chunk in self.chunks]
         parts = [(begin, begin + len(view), [view]) for begin, view in zip(self.begins, views, strict=True)]
         count.read += self.fill(file, _with_gaps(parts), self.begin, self.begin + self.nbytes)
         for chunk, view, expected in zip(self.chunks, views, self.hashes, strict=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -131,17 +131,6 @@ def memory_view(tensor: torch.Tensor) -> memoryview:
     memory = (ctypes.c_ubyte * tensor.nbytes).from_address(address_of(tensor))
     memory.owner = tensor  # type: ignore[attr-defined]
     return memoryview(memory).cast("B")
-
-
-def memory_views(tensors: Sequence[torch.Tensor]) -> list[memoryview]:
-    """Return the memory of each tensor as :func:`memory_view` does. The caller keeps the tensors alive."""
-    # Slices of one view of the complete address range. A view for each of thousands of small tensors would take four
-    # times as long.
-    begins = list(map(address_of, tensors))
-    ends = [begin + tensor.nbytes for begin, tensor in zip(begins, tensors, strict=True)]
-    first = min(begins)
-    memory = memoryview((ctypes.c_ubyte * (max(ends) - first)).from_address(first)).cast("B")
-    return [memory[begin - first : end - first] for begin, end in zip(begins, ends, strict=True)]
 
 
 def address_of(tensor: torch.Tensor) -> int:
