@@ -109,7 +109,7 @@ class Loading:
         """Load into ``state``, in place. Collective."""
         with self._reader:
             fitted = self._prepare(state)
-            with on_delivery.get()(state, fitted, self._ranks, self._reader.index) as note_delivered:
+            with on_delivery.get()(state, fitted, self._ranks, self._reader) as note_delivered:
                 self._read_tensors(fitted)
                 note_delivered()
                 match = self._apply(fitted)
