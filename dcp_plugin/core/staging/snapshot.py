@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -33,6 +32,7 @@ import torch
 
 from dcp_plugin.core.errors import CheckpointMismatch, SaveFailed, some
 from dcp_plugin.core.format.values import PLAIN
+from dcp_plugin.core.interrupts import close_when_dropped
 from dcp_plugin.core.media import IN_PLACE, PAGE
 from dcp_plugin.core.tensors._torch import DTensor, version_of
 from dcp_plugin.core.tensors.host_memory import address_of, bytes_at, can_be_queued, host_bytes, is_plain_memory
@@ -456,6 +456,7 @@ class _Slab:
     def __init__(self, pinned: bool, allocate: Callable[[int], torch.Tensor] | None) -> None:
         self._pinned = pinned
         self._allocate = allocate or _of_this_process
+        self._unregister: Callable[[], None] = lambda: None
         self.memory = host_bytes(0)
 
     def of_size(self, nbytes: int) -> torch.Tensor:
@@ -465,15 +466,16 @@ class _Slab:
                 memory = self._allocate(nbytes) if nbytes else host_bytes(0)
             if self._pinned and nbytes:  # cudaHostRegister refuses zero bytes
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
+                self._unregister = close_when_dropped(self, _unregister, memory)
             self.memory = memory
         return self.memory
 
     def free(self) -> None:
-        if self._pinned and self.memory.nbytes and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr()))  # type: ignore[no-untyped-call]
+        self._unregister()
         self.memory = host_bytes(0)
 
-    def __del__(self) -> None:
-        # CUDA refuses to register an address again whose memory was released while it was registered.
-        if not sys.is_finalizing():
-            self.free()
+
+def _unregister(memory: torch.Tensor) -> None:
+    # CUDA refuses to register an address again whose memory was released while it was registered.
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))  # type: ignore[no-untyped-call]

@@ -17,13 +17,11 @@ import os
 import shutil
 import stat
 import tempfile
-import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from dcp_plugin.core.interrupts import interrupts_held
+from dcp_plugin.core.interrupts import close_when_dropped, interrupts_held
 
 _RENAME_EXCHANGE = 2
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE
@@ -58,20 +56,6 @@ def make_directories(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for created in reversed(missing):
         sync_directory(created.parent)
-
-
-def close_when_dropped(owner: object, close: Callable[..., None], *opened: Any) -> Callable[[], None]:
-    """Call ``close(*opened)`` when the owner is deleted, as Ctrl-C may come before its ``close``.
-
-    This replaces a ``__del__``, which runs after ``close``, too. Python discards an exception that is raised in it, and
-    with the exception a Ctrl-C.
-
-    Returns:
-        The function that closes at once. It closes once.
-    """
-    finalizer = weakref.finalize(owner, close, *opened)
-    finalizer.atexit = False  # a thread may use the owner to the end of the program
-    return finalizer
 
 
 # Windows lacks these flags. Programs that only read from a store import this module there, too.
@@ -253,18 +237,12 @@ def why_not_own(status: os.stat_result, path: Path) -> str:
 def sync_tree(directory: Path, but: str) -> None:
     """Sync the files and directories below a directory, but for the files with the suffix ``but``."""
     for parent, _, names in os.walk(directory):
-        for name in names:
-            if not name.endswith(but):
-                _sync_if_regular(Path(parent, name))
+        for path in (Path(parent, name) for name in names if not name.endswith(but)):
+            kind = os.lstat(path).st_mode  # other entries, such as a pipe or a dangling link, need no sync
+            if stat.S_ISREG(kind) or (stat.S_ISLNK(kind) and path.is_file()):
+                with open_regular(path) as file:
+                    os.fsync(file.fileno())
         sync_directory(Path(parent))
-
-
-def _sync_if_regular(path: Path) -> None:
-    """Sync a regular file. Other entries, such as a pipe or a dangling link, need no sync."""
-    kind = os.lstat(path).st_mode
-    if stat.S_ISREG(kind) or (stat.S_ISLNK(kind) and path.is_file()):
-        with open_regular(path) as file:
-            os.fsync(file.fileno())
 
 
 def preallocate(fd: int, size: int) -> None:
