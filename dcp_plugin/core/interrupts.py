@@ -1,5 +1,4 @@
-"""Blocks of code without interruptions: SIGINT is held back, or the garbage collector is paused. And objects that are
-closed without a finalizer that loses SIGINT.
+"""Blocks of code without interruptions: SIGINT is held back, or the garbage collector is paused.
 
 No other module holds SIGINT back or pauses the collector.
 """
@@ -9,10 +8,8 @@ from __future__ import annotations
 import gc
 import signal
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 
 @contextmanager
@@ -34,20 +31,6 @@ def interrupts_held() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if arrived:
             signal.raise_signal(signal.SIGINT)
-
-
-def close_when_dropped(owner: object, close: Callable[..., None], *opened: Any) -> Callable[[], None]:
-    """Call ``close(*opened)`` when the owner is deleted, as Ctrl-C may come before its ``close``.
-
-    This replaces a ``__del__``, which runs after ``close``, too. Python discards an exception that is raised in it, and
-    with the exception a Ctrl-C.
-
-    Returns:
-        The function that closes at once. It closes once.
-    """
-    finalizer = weakref.finalize(owner, close, *opened)
-    finalizer.atexit = False  # a thread may use the owner to the end of the program
-    return finalizer
 
 
 @contextmanager

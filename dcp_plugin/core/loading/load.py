@@ -293,13 +293,11 @@ class Loading:
         """Return the match with a warning for memory allocated by this load that it does not fill."""
         undecided = {join(name, key) for name, want in match.wanted.items() for key in want.left_to_hooks}
         unset = [key for key in allocated if key not in match.targets.keys() | match.deferred.keys() | undecided]
-        if not unset:
-            return match
         unset_memory = (
             f"{self._path} does not fill {some(unset)}, which had been on the meta device: the values are what was "
             "in memory by chance. Initialise them now."
         )
-        return replace(match, warnings=[*match.warnings, unset_memory])
+        return replace(match, warnings=[*match.warnings, unset_memory]) if unset else match
 
     def _plan(self, opened: OpenedLoad, match: Match) -> FittedLoad:
         """Plan the reads, and open the files to read.

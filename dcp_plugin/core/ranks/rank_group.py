@@ -299,8 +299,9 @@ def _unwrap(step: str, outcome: Any, own_failure: Exception | None) -> Any:
     if isinstance(outcome, _Failure):
         is_included = isinstance(own_failure, CheckpointError) and str(own_failure) in outcome.text
         kind: type[CheckpointError] | None = getattr(errors, outcome.kind, None)
-        error = kind(outcome.text) if kind else CheckpointError(f"could not {step}: {outcome.text}")
-        raise error from (None if is_included else own_failure)
+        raise (kind(outcome.text) if kind else CheckpointError(f"could not {step}: {outcome.text}")) from (
+            None if is_included else own_failure
+        )
     return outcome
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -32,7 +33,6 @@ import torch
 
 from dcp_plugin.core.errors import CheckpointMismatch, SaveFailed, some
 from dcp_plugin.core.format.values import PLAIN
-from dcp_plugin.core.interrupts import close_when_dropped
 from dcp_plugin.core.media import IN_PLACE, PAGE
 from dcp_plugin.core.tensors._torch import DTensor, version_of
 from dcp_plugin.core.tensors.host_memory import address_of, bytes_at, can_be_queued, host_bytes, is_plain_memory
@@ -456,7 +456,7 @@ class _Slab:
     def __init__(self, pinned: bool, allocate: Callable[[int], torch.Tensor] | None) -> None:
         self._pinned = pinned
         self._allocate = allocate or _of_this_process
-        self._unregister: Callable[[], None] = lambda: None
+        self._unregister: Callable[[], Any] = lambda: None
         self.memory = host_bytes(0)
 
     def of_size(self, nbytes: int) -> torch.Tensor:
@@ -466,7 +466,9 @@ class _Slab:
                 memory = self._allocate(nbytes) if nbytes else host_bytes(0)
             if self._pinned and nbytes:  # cudaHostRegister refuses zero bytes
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
-                self._unregister = close_when_dropped(self, _unregister, memory)
+                # No __del__, which would run after free(), too: Python discards a Ctrl-C that is raised in it.
+                self._unregister = finalizer = weakref.finalize(self, _unregister, memory)
+                finalizer.atexit = False
             self.memory = memory
         return self.memory
 

@@ -321,10 +321,11 @@ class OptimizerLoad:
         if slots is None:
             is_known = not recorded or recorded.rpartition(".")[2] == type(self._optimizer).__name__
             return lacking if is_known or not self._slots else [*lacking, f"slots that are not known: {_HAVE_STATE}"]
-        keys_of_all = [[f"state.{fqn}.{name}" for name in self._slots[fqn]] for fqn in self._here if fqn in self._slots]
         of_all = [
             {split_key(str(self._parts.get(key, (key,))[0]), self._here)[2] for key in keys}
-            for keys in keys_of_all
+            for keys in (
+                [f"state.{fqn}.{name}" for name in self._slots[fqn]] for fqn in self._here & self._slots.keys()
+            )
             if keys
         ]
         return lacking + [f"the slot {slot!r}" for slot in sorted(slots) if any(slot not in names for names in of_all)]
@@ -381,8 +382,9 @@ class OptimizerLoad:
         for fqn in touched & self._here:
             if fqn in state:
                 # After a partial load of its slots, a parameter keeps the others.
-                lost = any(key.startswith(f"state.{fqn}.") for key in self.wanted.lost_per_rank)
-                is_complete = all(f"state.{fqn}.{name}" in filled for name in self._slots[fqn]) and not lost
+                is_complete = all(f"state.{fqn}.{name}" in filled for name in self._slots[fqn]) and not any(
+                    key.startswith(f"state.{fqn}.") for key in self.wanted.lost_per_rank
+                )
                 kept = {} if is_complete else self._live.slots.get(fqn, {})
                 slots[fqn] = {**kept, **state[fqn]}
             elif fqn not in self._slots:  # the parameter had no gradient before the checkpoint

@@ -21,7 +21,6 @@ from stat import S_ISLNK, S_ISREG
 from typing import Any, cast
 
 from dcp_plugin.core.errors import warn_once
-from dcp_plugin.core.interrupts import close_when_dropped
 from dcp_plugin.core.media.disk import posix
 from dcp_plugin.core.media.medium import GONE, CannotLink, DataFile, RangedFile, Readable
 
@@ -140,7 +139,7 @@ class PinnedFiles(LocalFiles):
         self._descriptor: int | None = None
         self._pinned: dict[str, LocalFile] = {}
         self._opened = ExitStack()
-        self._close = close_when_dropped(self, self._opened.close)
+        self._close = posix.close_when_dropped(self, self._opened.close)
         self._refused: OSError | None = None
         try:
             self._descriptor = os.open(directory, _TO_HOLD)

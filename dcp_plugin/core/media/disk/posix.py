@@ -17,11 +17,13 @@ import os
 import shutil
 import stat
 import tempfile
+import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from dcp_plugin.core.interrupts import close_when_dropped, interrupts_held
+from dcp_plugin.core.interrupts import interrupts_held
 
 _RENAME_EXCHANGE = 2
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE
@@ -56,6 +58,20 @@ def make_directories(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for created in reversed(missing):
         sync_directory(created.parent)
+
+
+def close_when_dropped(owner: object, close: Callable[..., None], *opened: Any) -> Callable[[], None]:
+    """Call ``close(*opened)`` when the owner is deleted, as Ctrl-C may come before its ``close``.
+
+    This replaces a ``__del__``, which runs after ``close``, too. Python discards an exception that is raised in it, and
+    with the exception a Ctrl-C.
+
+    Returns:
+        The function that closes at once. It closes once.
+    """
+    finalizer = weakref.finalize(owner, close, *opened)
+    finalizer.atexit = False  # a thread may use the owner to the end of the program
+    return finalizer
 
 
 # Windows lacks these flags. Programs that only read from a store import this module there, too.
