@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -447,6 +447,7 @@ class _Slab:
     def __init__(self, pinned: bool, allocate: Callable[[int], torch.Tensor] | None) -> None:
         self._pinned = pinned
         self._allocate = allocate or _of_this_process
+        self._unregister: Callable[[], Any] = lambda: None
         self.memory = host_bytes(0)
 
     def of_size(self, nbytes: int) -> torch.Tensor:
@@ -456,15 +457,18 @@ class _Slab:
                 memory = self._allocate(nbytes) if nbytes else host_bytes(0)
             if self._pinned and nbytes:  # cudaHostRegister refuses zero bytes
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
+                # No __del__, which would run after free(), too: Python discards a Ctrl-C that is raised in it.
+                self._unregister = finalizer = weakref.finalize(self, _unregister, memory)
+                finalizer.atexit = False
             self.memory = memory
         return self.memory
 
     def free(self) -> None:
-        if self._pinned and self.memory.nbytes and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr()))  # type: ignore[no-untyped-call]
+        self._unregister()
         self.memory = host_bytes(0)
 
-    def __del__(self) -> None:
-        # CUDA refuses to register an address again whose memory was released while it was registered.
-        if not sys.is_finalizing():
-            self.free()
+
+def _unregister(memory: torch.Tensor) -> None:
+    # CUDA refuses to register an address again whose memory was released while it was registered.
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))  # type: ignore[no-untyped-call]
