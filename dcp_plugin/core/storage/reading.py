@@ -340,12 +340,11 @@ def equal_item(
         if not equal_bytes(piece, expected):
             return None
     _filled(file, [*before, memoryview(tail)], at)
-    return np.array(hashes.row, np.uint64) if (head, tail) == (around.head, around.tail) else None
+    return np.array(hashes.row, np.uint64) if bytes(head + tail) == around.head + around.tail else None
 
 
 def _filled(file: RangedFile, memory: list[memoryview], at: int) -> int:
     """Fill the memory from a position of a file. Return the number of bytes. Raises OSError."""
-    count = sum(map(len, memory))
-    if file.fill(memory, at) < count:
+    if (count := file.fill(memory, at)) < sum(map(len, memory)):
         raise OSError(errno.EIO, "it became shorter while it was read")
     return count

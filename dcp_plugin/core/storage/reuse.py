@@ -142,8 +142,12 @@ class Reuse:
         certain = {slot: record for slot, record in previous.items() if record.hash is not None}
         comparisons = _compare(certain, items, tensors, to)
         # A comparison has hashed the bytes that are equal. Items without a known hash cannot be linked yet.
-        parts = (part for part in chain(*comparisons.values()) if part.exception() is None)
-        hashes = {slot: _hash(at) for part in parts for slot, at in part.result()[1].items()}
+        hashes = {
+            slot: _hash(at)
+            for part in chain(*comparisons.values())
+            if part.exception() is None
+            for slot, at in part.result()[1].items()
+        }
         others = [slot for slot in certain if slot not in hashes]
         hashes |= zip(others, hashes_of([tensors[slot] for slot in others], to.io_threads), strict=True)
         same = {slot: record for slot, record in certain.items() if hashes[slot] == record.hash}
@@ -189,9 +193,7 @@ class Reuse:
         for item, pending in self._pending.items():
             if pending.file is not None and pending.location is not None:
                 name = pending.location.file
-                if name not in files:
-                    files[name] = pending.file.published(path / name)
-                self._pending[item] = replace(pending, file=files[name])
+                self._pending[item] = replace(pending, file=files.setdefault(name, pending.file.published(path / name)))
         self._known, self._pending = self._pending, {}
         self.previous = path
 
@@ -333,13 +335,20 @@ def _compare(
     would take the processor and the interpreter's lock from the readers.
     """
     comparisons: dict[DataFile, list[_Part]] = {}
-    with ThreadPoolExecutor(to.io_threads, "dcp-verify", device_of_thread()) as pool:
-        for file, locations in _worth_linking(records).items():
-            if file.identity is None:
-                in_order = sorted(locations.items(), key=lambda item: item[1].offset)
-                work = stretches([at.length for _, at in in_order], to.io_threads)
-                parts = ([in_order[number] for number in some] for some in work if some)
-                comparisons[file] = [pool.submit(_equal_items, file, part, items, tensors, to.medium) for part in parts]
+    parts: list[list[tuple[int, Location]]] = []
+    try:
+        with ThreadPoolExecutor(to.io_threads, "dcp-verify", device_of_thread()) as pool:
+            for file, locations in _worth_linking(records).items():
+                if file.identity is None:
+                    in_order = sorted(locations.items(), key=lambda item: item[1].offset)
+                    work = stretches([at.length for _, at in in_order], to.io_threads)
+                    parts += (of_file := [[in_order[number] for number in some] for some in work if some])
+                    comparisons[file] = [
+                        pool.submit(_equal_items, file, part, items, tensors, to.medium) for part in of_file
+                    ]
+    finally:
+        for part in parts:
+            part.clear()  # after Ctrl-C, the threads end with the item that they read
     return comparisons
 
 
@@ -358,7 +367,7 @@ def _equal_items(
             around = frame_if_possible(items[slot].dtype, items[slot].sizes)
             if around is None or (at.length, at.payload_offset) != (around.length, around.payload_offset):
                 raise CannotLink("another version of torch or of dcp_plugin has saved it")
-            hashes = equal_item(opened, at.offset, around, rings.pieces(tensors[slot], READ_PIECE), memory)
-            if hashes is not None:
+            pieces = rings.pieces(tensors[slot], READ_PIECE)
+            if (hashes := equal_item(opened, at.offset, around, pieces, memory)) is not None:
                 equal[slot] = replace(at, payload_length=around.payload_length, frame=around.hash, hashes=hashes)
     return identified, equal
