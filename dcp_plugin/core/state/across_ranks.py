@@ -103,7 +103,7 @@ class RankLocal:
         for key in _slots.keys() & leaves.keys():
             (slot, version), leaf = _slots[key], leaves[key]
             held = leaf.origin if type(leaf) is ShardedValue else leaf
-            if held is None or held is not slot() or version_of(held) != version:
+            if held is not slot() or held is None or version_of(held) != version:
                 del _slots[key]
         return frozenset(_slots.keys() & leaves.keys())
 
