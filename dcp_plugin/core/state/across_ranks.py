@@ -43,7 +43,7 @@ from dcp_plugin.core.format.keys import LocalSlot
 from dcp_plugin.core.format.payload import hashes_of, sample_of
 from dcp_plugin.core.ranks.collectives import Ranks, pack, unpack
 from dcp_plugin.core.records import Shards, StateDetails
-from dcp_plugin.core.tensors._torch import version_of
+from dcp_plugin.core.tensors._torch import versions_of
 from dcp_plugin.core.types import Box, EncodedValue, Flat, RankEntry, ShardedValue, Standing
 
 _SAMPLED = 4 << 20
@@ -103,7 +103,7 @@ class RankLocal:
         for key in _slots.keys() & leaves.keys():
             (slot, version), leaf = _slots[key], leaves[key]
             held = leaf.origin if type(leaf) is ShardedValue else leaf
-            if held is not slot() or held is None or version_of(held) != version:
+            if held is not slot() or held is None or versions_of([held]) != [version]:
                 del _slots[key]
         return frozenset(_slots.keys() & leaves.keys())
 
@@ -258,9 +258,8 @@ def note_slots(name: str, slots: Mapping[str, Any]) -> None:
     """
     for key in [key for key in received if key.startswith(f"{name}.")]:
         del received[key]  # of data in the place of the optimizer
-    _slots.update(
-        {f"{name}.{key}": (ref(slot), n) for key, slot in slots.items() if (n := version_of(slot)) is not None}
-    )
+    versions = zip(slots.items(), versions_of(list(slots.values())), strict=True)
+    _slots.update({f"{name}.{key}": (ref(slot), n) for (key, slot), n in versions if n is not None})
 
 
 def _not_empty(state: Flat, keys: Iterable[str]) -> Flat:
