@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,9 +29,11 @@ from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.payload import BlockHashes, Frame, block_size, hashes_in
 from dcp_plugin.core.media import RangedFile, Readable, ReadCost, bytes_behind, first_bytes, stretches
 from dcp_plugin.core.records import BoxRead
-from dcp_plugin.core.storage.fetch import Fetch, IntoMemory, Part
 from dcp_plugin.core.storage.published import gone_or_damaged
 from dcp_plugin.core.tensors.host_memory import READ_PIECE, Rings, device_of_thread, equal_bytes, memory_view
+
+if TYPE_CHECKING:
+    from dcp_plugin.core.storage.fetch import Fetch, Part
 
 _MOST_PARTS = 256  # each has up to four pieces of memory; the system takes 1024 in a call
 
@@ -152,7 +154,8 @@ class BatchOfChunks(Batch):
         count.read += self.fill(file, _with_gaps(parts), self.begin, self.begin + self.nbytes)
         for chunk, view, expected in zip(self.chunks, views, self.hashes, strict=True):
             if expected and hashes_in(view) != expected:
-                # The check of a fetch raises the error that names the block.
+                from dcp_plugin.core.storage.fetch import IntoMemory  # its check raises the error that names the block
+
                 location, span = self.index.places.location(chunk.number), (0, len(view))
                 IntoMemory(chunk.key, location, [span], block_size(len(view)), 0, view).check(*span, [view])
 
