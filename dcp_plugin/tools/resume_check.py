@@ -39,6 +39,7 @@ from dcp_plugin.core.state.adapters import CalledLast, OptimizerAdapter, Positio
 from dcp_plugin.core.state.named_objects import RankAndSize, adapters_of, gather_state
 from dcp_plugin.core.state.names import contains_fsdp1, parameter_names
 from dcp_plugin.core.state.optimizer import flatten_tree
+from dcp_plugin.core.storage.reader import CheckpointReader
 from dcp_plugin.core.tensors._torch import is_tensor, sharded_value
 from dcp_plugin.core.tensors._torch_modules import has_own_state_dict, has_post_load_hooks
 from dcp_plugin.core.tensors.host_memory import address_of, is_plain_memory, memory_view
@@ -106,15 +107,17 @@ class ResumeCheck:
 
     @contextmanager
     def _delivering(
-        self, state: Mapping[str, Any], fitted: FittedLoad, ranks: Ranks, stored: Collection[str]
+        self, state: Mapping[str, Any], fitted: FittedLoad, ranks: Ranks, reader: CheckpointReader
     ) -> Iterator[Callable[[], None]]:
         delivered: Marks = {}
         before = self._attempt(lambda: _marks_before(fitted))
         with self.watching(lambda *load: nullcontext(lambda: None)):  # an object may load another checkpoint
-            yield lambda: delivered.update(self._attempt(lambda: marks_of(fitted.targets)) or {})
+            yield lambda: delivered.update(
+                self._attempt(lambda: marks_of(fitted.targets, reader.checked(fitted.plan.chunks))) or {}
+            )
         self._attempt(lambda: self._note(delivered, before or {}, fitted, state, ranks))
         taken = {*fitted.match.stored.values(), *fitted.opened.objects}
-        names = {key.partition(".")[0] for key in set(stored) - taken} - {"extra"}
+        names = {key.partition(".")[0] for key in set(reader.index) - taken} - {"extra"}
         unused = names - {key.partition(".")[0] for key in taken} if names else names
         self.unused = unused if self.unused is None else self.unused & unused  # a resume may load in parts
 
@@ -357,13 +360,18 @@ def _compared(then: Marks, now: Marks, keys: Sequence[str]) -> tuple[list[str], 
     return same, [key for key in pairs if then[key].digest != now[key].digest]
 
 
-def marks_of(leaves: Mapping[str, Any]) -> Marks:
-    """Return the marks of tensors and plain values. Other leaves have none, nor have tensors without memory."""
+def marks_of(leaves: Mapping[str, Any], checked: Mapping[int, int] | None = None) -> Marks:
+    """Return the marks of tensors and plain values. Other leaves have none, nor have tensors without memory.
+
+    Args:
+        checked: Known hashes of tensors by their ``id``, see
+            :meth:`~dcp_plugin.core.storage.reader.CheckpointReader.checked`.
+    """
     marks: Marks = {}
     for key, leaf in leaves.items():
         value = Attempt.of(functools.partial(sharded_value, leaf)).value if is_tensor(leaf) else leaf
         if isinstance(value, ShardedValue) and not value.stored_whole:
-            marks[key] = _mark_of_tensor(value)
+            marks[key] = _mark_of_tensor(value, checked or {})
         elif is_plain(leaf):
             text = repr(leaf)
             digest = text if len(text) <= 64 else xxh3_64_intdigest(text.encode())
@@ -371,18 +379,24 @@ def marks_of(leaves: Mapping[str, Any]) -> Marks:
     return marks
 
 
-def _mark_of_tensor(value: ShardedValue) -> Mark:
+def _mark_of_tensor(value: ShardedValue, checked: Mapping[int, int]) -> Mark:
     chunks = value.chunks
-    # Most tensors are small, in plain memory, and a state may have thousands: a view of the memory, which keeps its
-    # tensor alive, takes six times as long as the hash. Here ``value`` keeps the tensor alive.
-    if len(chunks) == 1 and (nbytes := chunks[0].tensor.nbytes) <= _LARGE and is_plain_memory(chunks[0].tensor):
-        memory = (ctypes.c_ubyte * nbytes).from_address(address_of(chunks[0].tensor))
-        kind: tuple[Any, ...] = (value.dtype, value.shape, (*chunks[0][:2], True))
-        return Mark(kind, xxh3_64_intdigest(memory), nbytes, nbytes)
+    # A state may have thousands of small tensors. The load has just hashed the bytes of most of them. For others, a
+    # view that keeps its tensor alive takes six times as long as the hash. Here ``value`` keeps the tensor alive.
+    if len(chunks) == 1 and (nbytes := chunks[0].tensor.nbytes) <= _LARGE:
+        digest = checked.get(id(chunks[0].tensor))
+        if digest is None and is_plain_memory(chunks[0].tensor):
+            digest = xxh3_64_intdigest((ctypes.c_ubyte * nbytes).from_address(address_of(chunks[0].tensor)))
+        if digest is not None:
+            return Mark((value.dtype, value.shape, (*chunks[0][:2], True)), digest, nbytes, nbytes)
     layouts = [(*chunk[:2], chunk.tensor.is_contiguous() or chunk.tensor.stride()) for chunk in chunks]
     sample = b"".join([_sample(chunk.tensor) for chunk in chunks])
-    nbytes = sum([chunk.tensor.nbytes for chunk in chunks])
-    return Mark((value.dtype, value.shape, *layouts), xxh3_64_intdigest(sample), nbytes, len(sample))
+    return Mark(
+        (value.dtype, value.shape, *layouts),
+        xxh3_64_intdigest(sample),
+        sum([chunk.tensor.nbytes for chunk in chunks]),
+        len(sample),
+    )
 
 
 def _sample(tensor: torch.Tensor) -> bytes | memoryview:
@@ -437,18 +451,20 @@ def verify_resume(
         >>> dcp_plugin.verify_resume(state, expect_changed=["*.bias"]).exact
         True
     """
-    if latest is None or latest.report is None:
+    if (last := latest) is None or last.report is None:
         return None
     with closing(Checkpointer()) as checkpointer:
         ranks = Internals(checkpointer).ranks
-        asked = ranks.agree("begin a comparison", lambda: ResumeCheck(on_difference, expect_changed))
-        check = replace(
-            latest,
-            mode=asked.mode,
-            expected=[*latest.expected, *asked.expected],
-            reference=dict(latest.reference),
-            compared=latest.compared - latest.reference.keys(),
-            differences=defaultdict(list, {cause: [*keys] for cause, keys in latest.differences.items()}),
+        asked, objects = ranks.agree(
+            "begin a comparison", lambda: (ResumeCheck(on_difference, expect_changed), last.prepare(state))
         )
-        check.compare(check.prepare(state), ranks, latest.compared)
-        return check.finish(ranks, latest.report, "before the first step")
+        check = replace(
+            last,
+            mode=asked.mode,
+            expected=[*last.expected, *asked.expected],
+            reference=dict(last.reference),
+            compared=last.compared - last.reference.keys(),
+            differences=defaultdict(list, {cause: [*keys] for cause, keys in last.differences.items()}),
+        )
+        check.compare(objects, ranks, last.compared)
+        return check.finish(ranks, last.report, "before the first step")

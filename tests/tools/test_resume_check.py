@@ -13,6 +13,7 @@ from torch.nn.utils import prune
 
 import dcp_plugin as dcp
 from dcp_plugin.tools.resume_check import marks_of
+from tests.damage import flip
 from tests.launch import on_ranks
 from tests.messages import refusal, warned
 
@@ -119,6 +120,28 @@ class Average:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.takes:
             self.shadow, self.decay = state["shadow"] * self.takes, 0.5
+
+
+def test_without_checksums_a_resume_refers_to_the_bytes_that_it_read(tmp_path: Path) -> None:
+    again = trained(tmp_path)
+    flip(tmp_path / "step-2", "model.0.weight")
+    dcp.resume_or_init(again, tmp_path, io={"verify": False})
+    assert is_exact(again)
+    again["model"][0].weight.data[0] += 1
+    assert "overwritten after the restore: model.0.weight" in found(again)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.complex64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (3, 5), (256, 256), (0, 2)])
+def test_what_a_load_has_checked_is_what_the_live_tensor_has(
+    tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    dcp.save({"x": torch.ones(shape, dtype=dtype), "step": 1}, tmp_path / "step-1")
+    again = {"x": torch.zeros(shape, dtype=dtype), "step": 0}
+    dcp.resume_or_init(again, tmp_path)
+    assert is_exact(again)
+    again["x"] = torch.zeros(shape, dtype=dtype)
+    assert not again["x"].numel() or "after the restore: x" in found(again)
 
 
 def test_an_object_that_ignores_its_state_is_not_restored(tmp_path: Path) -> None:
@@ -282,6 +305,14 @@ def test_a_mode_that_one_rank_misspells_is_refused_on_all(tmp_path: Path) -> Non
     dcp.resume_or_init(state := {"n": 0}, tmp_path)
     mode: Any = ("auto", "warn")[torch.distributed.get_rank()]
     refusal(dcp.CheckpointError, lambda: dcp.verify_resume(state, on_difference=mode), "rank 1", "'warn'")
+
+
+@on_ranks(2)
+def test_a_state_that_one_rank_does_not_have_is_refused_on_all(tmp_path: Path) -> None:
+    dcp.save({"n": 3}, tmp_path / "step-1")
+    dcp.resume_or_init(state := {"n": 0}, tmp_path)
+    here: Any = (state, None)[torch.distributed.get_rank()]
+    refusal(dcp.CheckpointError, lambda: dcp.verify_resume(here), "rank 1", "TypeError")
 
 
 @on_ranks(2)

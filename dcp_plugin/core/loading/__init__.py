@@ -45,7 +45,7 @@ on_delivery: ContextVar[Callable[..., AbstractContextManager[Callable[[], None]]
     "on_delivery", default=lambda *load: nullcontext(lambda: None)
 )
 """Function of a resume that watches its loads. It gets the state, the :class:`~dcp_plugin.core.records.FittedLoad`,
-the ranks and the index. Its block encloses the stages that fill the targets and pass them to their objects. The
+the ranks and the reader. Its block encloses the stages that fill the targets and pass them to their objects. The
 function of the block is called between the two."""
 
 

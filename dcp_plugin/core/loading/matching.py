@@ -27,7 +27,7 @@ from dcp_plugin.core.records import LoadReport, Match, OpenCheckpoint, OpenedLoa
 from dcp_plugin.core.state.adapters import OptimizerAdapter, StateAdapter, TreeAdapter, ValueAdapter
 from dcp_plugin.core.state.module_load import Deferred
 from dcp_plugin.core.tensors._torch import is_meta, is_tensor, sharded_value
-from dcp_plugin.core.types import LocalChunk, ShardedValue, Wanted
+from dcp_plugin.core.types import ShardedValue, Wanted
 
 if TYPE_CHECKING:
     from dcp_plugin.core.loading.renames import Renames
@@ -359,10 +359,7 @@ class Matching:
         return True
 
     def _described(self, target: Any) -> ShardedValue:
-        if not self._dry_run or not is_meta(target):
-            return sharded_value(target)
-        shape = tuple(target.shape)
-        return ShardedValue(shape, target.dtype, (LocalChunk((0,) * len(shape), shape, target),))
+        return ShardedValue.of_all(target) if self._dry_run and is_meta(target) else sharded_value(target)
 
     def selects(self, name: str, key: str) -> bool:
         """Return whether the load selects a key of the object ``name``."""
@@ -370,8 +367,6 @@ class Matching:
 
     def judge_dtypes(self) -> None:
         """Record the targets whose dtype differs. Add a problem if a partial load does not allow conversion."""
-        if self.report.cast:  # by a first call: a rank without questions judges before it knows of other ranks'
-            return
         differ: dict[tuple[Any, Any], list[str]] = defaultdict(list)
         wanted = {key: target.dtype for key, target in self.targets.items() if target is not None}
         wanted |= {key: deferred.dtype for key, deferred in self.deferred.items() if deferred.dtype is not None}

@@ -224,7 +224,8 @@ class _Keys:
         self.objects = self._objects()
         self.of_ranks = [[inventories[rank] for rank in ranks] for ranks in self.ranks.values()]
         """The inventories of the ranks of each description."""
-        self.like = self._first_alike()
+        # On one rank, rows for all keys cost less than the comparison.
+        self.like = self._first_alike() if len(inventories) > 1 else np.arange(count)
         """For each key, the first key with the same boxes on the same ranks."""
         self.is_first = self.like == np.arange(count)
         order, self.ordinal = np.argsort(self.like, kind="stable"), np.empty(count, np.int32)

@@ -311,7 +311,9 @@ class TreeAdapter(StateAdapter):
                 continue
             if not self.may_become_tensor and _has_items(existing):  # missing() reports the items
                 continue
-            target = self._memory_for(entry, existing) if existing is not None else None
+            target = with_memory(existing) if is_tensor(existing) else None
+            if existing is not None and (target is None or (self.may_grow and shape_of(target) != entry.shape)):
+                target = entry.empty()
             if target is not None:
                 wanted.targets[key] = target
             else:
@@ -331,14 +333,6 @@ class TreeAdapter(StateAdapter):
         self._paths = paths_as_stored(stored, current_paths, paths)
         self._paths |= {key: current_paths[key] for key in (*self._empty, *wanted.missing_tensors)}
         return wanted
-
-    def _memory_for(self, entry: StoredTensor, existing: Any) -> Any:
-        """Return the object's own tensor if it can hold the entry, or a new one."""
-        if is_tensor(existing):
-            existing = with_memory(existing)
-            if not self.may_grow or shape_of(existing) == entry.shape:
-                return existing
-        return entry.empty()
 
     def missing(self, current: Mapping[str, Any], stored: Mapping[str, Entry]) -> list[str]:
         """Return the missing keys. The object is missing if the checkpoint has no key of it. Single keys are not, since

@@ -36,8 +36,7 @@ def reshard(module: nn.Module) -> None:
     The root keeps gathered parameters until the backward pass, which a forward under ``no_grad`` does not have.
     Optimizers hold the sharded parameters.
     """
-    for _, child in named_modules(module):
-        _torch_modules.reshard(child)
+    _torch_modules.reshard(child for _, child in named_modules(module))
 
 
 def inside_ddp(module: nn.Module) -> nn.Module:
@@ -92,7 +91,7 @@ class ModuleState:
         for name, own in checkpointable_parameters(named_modules(module)):
             if name in state:
                 state[name] = laid_out_like(state[name], own)
-        raw = {clean(name): name for name in state}
+        raw = dict(zip(clean.of_each(list(state)), state, strict=True))
         return cls({key: state[name] for key, name in raw.items()}, raw, getattr(state, "_metadata", None) or {}, clean)
 
     def clean_prefix(self, prefix: str) -> str:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 import dcp_plugin as dcp
 from dcp_plugin.core.format.pickles.unpickler import FILE, load
@@ -96,7 +97,22 @@ def test_a_module_keeps_its_own_parameters_and_buffers_where_we_look() -> None:
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3, bias=False))
     for child in model.modules():
         assert list(_torch_modules.own_parameters(child)) == list(child.named_parameters(recurse=False))
-        assert list(_torch_modules.own_buffers(child)) == list(child.named_buffers(recurse=False))
+    assert list(map(id, _torch_modules.parameters_in(model.modules()))) == list(map(id, model.parameters()))
+    assert list(map(id, _torch_modules.buffers_in(model.modules()))) == list(map(id, model.buffers()))
+
+
+def test_a_hook_of_several_modules_runs_before_a_load_into_each_until_its_handle_removes_it() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    called: list[object] = []
+    hooks = list(map(_torch_modules.pre_load_hooks, model))
+    handle = RemovableHandle(hooks[0], extra_dict=hooks[1:])
+    for of_module in hooks:
+        of_module[handle.id] = lambda *args: called.append(args[1])
+    model.load_state_dict(model.state_dict())
+    assert called == ["0.", "1."]
+    handle.remove()
+    model[0].load_state_dict(model[1].state_dict())
+    assert len(called) == 2
 
 
 def test_modules_and_parameters_of_a_union_are_found_under_any_name() -> None:
