@@ -381,8 +381,8 @@ def marks_of(leaves: Mapping[str, Any], checked: Mapping[int, int] | None = None
 
 def _mark_of_tensor(value: ShardedValue, checked: Mapping[int, int]) -> Mark:
     chunks = value.chunks
-    # A state may have thousands of small tensors. The load has just hashed the bytes of most of them. For others, a view
-    # that keeps its tensor alive takes six times as long as the hash. Here ``value`` keeps the tensor alive.
+    # A state may have thousands of small tensors. The load has just hashed the bytes of most of them. For others, a
+    # view that keeps its tensor alive takes six times as long as the hash. Here ``value`` keeps the tensor alive.
     if len(chunks) == 1 and (nbytes := chunks[0].tensor.nbytes) <= _LARGE:
         digest = checked.get(id(chunks[0].tensor))
         if digest is None and is_plain_memory(chunks[0].tensor):
