@@ -10,7 +10,8 @@ of what is frozen for the first time (it is hashed as it is written), and of wha
 
 Resumed: the first save of a process that has loaded a checkpoint of a frozen model. It hashes what is in memory, reads
 the files to see that they still have these bytes, and links them. The ceiling reads the same files once, with as many
-threads. Both with and without the files in the page cache.
+threads. Another row also hashes the files by blocks, and compares them with memory: no save can do less. All with and
+without the files in the page cache.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,12 +35,16 @@ from benchmarks._harness import Report, Samples, barrier, build, forget, interle
 from benchmarks._machine import file_system_of
 from benchmarks._options import parser, scratch
 from benchmarks._peer import IO_THREADS, OURS, Peer
+from benchmarks.peers.ceiling import hash_blocks
 from dcp_plugin import events
+from dcp_plugin.core.format.payload import SMALLEST_BLOCK
 from dcp_plugin.core.storage.reuse import WORTH_LINKING
+from dcp_plugin.core.tensors.host_memory import READ_PIECE, equal_bytes
 from examples.gpt import BYTES, GPT
 
 SMALLEST = [*_options.SMALLEST, "--ranks", "1", "--dim", "48", "--depth", "1"]
 READ = "reading the files once"
+COMPARED = "raw read, hash and compare"
 Objects = dict[str, Any]
 
 
@@ -198,6 +203,7 @@ def resumed(mib: int, repeats: int, root: Path, cold: bool) -> Samples:
     first = dcp.Checkpointer(io={"threads": IO_THREADS})
     first.save(state, loaded)
     first.close()
+    in_memory = {file: bytearray(file.read_bytes()) for file in loaded.glob("*.distcp")}
     said = Written()
     unsubscribe = events.subscribe(said.note)
     saving: list[dcp.Checkpointer] = []
@@ -217,28 +223,34 @@ def resumed(mib: int, repeats: int, root: Path, cold: bool) -> Samples:
             saving[0].save(state, saved)
             assert said.bytes < WORTH_LINKING, "nothing was to be written: the figures would mean nothing"
         else:
-            read_once(loaded)
+            read_once(loaded, in_memory if peer.name == COMPARED else {})
 
     def nothing(*_: Any) -> None:
         pass
 
-    samples = interleaved([Peer(name, nothing, nothing) for name in (OURS, READ)], repeats, before, run)
+    samples = interleaved([Peer(name, nothing, nothing) for name in (OURS, READ, COMPARED)], repeats, before, run)
     unsubscribe()
     for one in saving:
         one.close()
     return samples
 
 
-def read_once(root: Path) -> None:
-    """Read all data files, with ``IO_THREADS`` threads, each a part of every file through a megabyte of its own."""
+def read_once(root: Path, in_memory: Mapping[Path, bytearray]) -> None:
+    """Read all data files, with ``IO_THREADS`` threads, each a part of every file through a megabyte of its own.
+
+    Those whose bytes are ``in_memory`` are also hashed by blocks and compared with these.
+    """
 
     def read(part: int) -> None:
-        memory = [memoryview(bytearray(1 << 20))]
+        memory = [memoryview(bytearray(READ_PIECE if in_memory else 1 << 20))]
         for file in sorted(root.glob("*.distcp")):
             with file.open("rb", buffering=0) as opened:
                 size = file.stat().st_size
                 for at in range(size * part // IO_THREADS, size * (part + 1) // IO_THREADS, len(memory[0])):
-                    os.preadv(opened.fileno(), memory, at)
+                    piece = memory[0][: os.preadv(opened.fileno(), memory, at)]
+                    if file in in_memory:
+                        hash_blocks(piece, SMALLEST_BLOCK)
+                        assert equal_bytes(piece, memoryview(in_memory[file])[at : at + len(piece)])
 
     with ThreadPoolExecutor(IO_THREADS) as pool:
         list(pool.map(read, range(IO_THREADS)))

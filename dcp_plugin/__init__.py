@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dcp_plugin.api import load, save
     from dcp_plugin.checkpointer import Checkpointer
     from dcp_plugin.core import events as events
-    from dcp_plugin.core.config import CheckpointConfig
+    from dcp_plugin.core.config import IO, CheckpointConfig, Keeper
     from dcp_plugin.core.errors import (
         CheckpointCorrupt,
         CheckpointError,
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
         SaveFailed,
         UnsafeCheckpoint,
     )
-    from dcp_plugin.core.options import IO, Keeper
     from dcp_plugin.core.partial import PartialLoad
     from dcp_plugin.core.records import LoadReport
     from dcp_plugin.core.retention import Retention
@@ -45,8 +44,8 @@ if TYPE_CHECKING:
     from dcp_plugin.tools.diff import diff
     from dcp_plugin.tools.export import export
     from dcp_plugin.tools.prune import prune
-    from dcp_plugin.tools.read import read
     from dcp_plugin.tools.resume_check import verify_resume
+    from dcp_plugin.tools.stream import read
     from dcp_plugin.tools.verify import verify
 
 
@@ -60,7 +59,7 @@ _HOMES = {
     "dcp_plugin.start": ("Start", "resolve_resume", "resume_or_init"),
     "dcp_plugin.core.saving.queue": ("SaveHandle",),
     "dcp_plugin.checkpointer": ("Checkpointer",),
-    "dcp_plugin.core.config": ("CheckpointConfig",),
+    "dcp_plugin.core.config": ("CheckpointConfig", "IO", "Keeper"),
     "dcp_plugin.core.errors": (
         "CheckpointCorrupt",
         "CheckpointError",
@@ -76,7 +75,6 @@ _HOMES = {
     "dcp_plugin.core.runs.catalog": ("latest", "list_checkpoints"),
     "dcp_plugin.tools.contents": ("inspect",),
     "dcp_plugin.tools.verify": ("verify",),
-    "dcp_plugin.core.options": ("IO", "Keeper"),
     "dcp_plugin.core.partial": ("PartialLoad",),
     "dcp_plugin.core.types": ("PerRank",),
     "dcp_plugin.core.state.random_streams": ("RandomStreams",),
@@ -86,7 +84,7 @@ _HOMES = {
     "dcp_plugin.tools.resume_check": ("verify_resume",),
     "dcp_plugin.tools.diff": ("diff",),
     "dcp_plugin.tools.export": ("export",),
-    "dcp_plugin.tools.read": ("read",),
+    "dcp_plugin.tools.stream": ("read",),
     "dcp_plugin.tools.copy": ("copy",),
     "dcp_plugin.core.records": ("LoadReport",),
     "dcp_plugin.core.retention": ("Retention",),

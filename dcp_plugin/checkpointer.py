@@ -31,13 +31,13 @@ from dcp_plugin.core.records import LiveState, LoadReport, SaveRequest
 from dcp_plugin.core.runs.damage import quarantine_damaged
 from dcp_plugin.core.saving.job import SavePipeline
 from dcp_plugin.core.saving.queue import RunningSave, SaveHandle, SaveQueue, first_unreported, wait_until_staged
-from dcp_plugin.core.saving.save_timing import SaveTiming
 from dcp_plugin.core.saving.writers import CallingThread, Writer, is_rank_zero_busy
 from dcp_plugin.core.sources import SourceFiles, keeper_of, source_of
 from dcp_plugin.core.types import CheckpointState, public_class
 
 if TYPE_CHECKING:
     from dcp_plugin.core.partial import PartialLoad
+    from dcp_plugin.core.saving.save_timing import SaveTiming
 
 
 @public_class()
@@ -89,7 +89,11 @@ class Checkpointer:
         if (keeper := keeper_of(self.config)) is not None:
             self._writer = keeper.writer(self.config, self._saving, self._queue, self._groups, self._writer)
         self._source = source_of(self.config)
-        self._timing = SaveTiming(self.config, lambda: self._queue.is_saving)
+        self._timing: SaveTiming | None = None
+        if self.config.save_interval is not None:
+            from dcp_plugin.core.saving.save_timing import SaveTiming  # without an interval no save is ever due
+
+            self._timing = SaveTiming(self.config.save_interval, lambda: self._queue.is_saving)
 
     def __enter__(self) -> Self:
         return self
@@ -190,7 +194,8 @@ class Checkpointer:
             request = SaveRequest(handle.path, call, step, began, None, views or {}, aliases or {}, files, durable)
             live = LiveState(state, kinds or {}, list(owners), metrics or {}, self._compared, is_data=kinds is not None)
             self._writer.submit(handle, request, live, ranks)
-            self._timing.paused(time.monotonic() - began, saving=True)
+            if self._timing is not None:
+                self._timing.paused(time.monotonic() - began, saving=True)
         return handle
 
     def load(
@@ -314,7 +319,8 @@ class Checkpointer:
         with self._queue.call("wait"):
             ended = self._queue.wait_for_all()
             self._writer.free_modules()
-            self._timing.paused(time.monotonic() - began, saving=False)
+            if self._timing is not None:
+                self._timing.paused(time.monotonic() - began, saving=False)
             if (error := first_unreported(ended)) is not None:
                 raise error
 
@@ -343,7 +349,7 @@ class Checkpointer:
             ...         checkpointer.save({"model": model}, f"run/step-{step}", step=step)
             >>> checkpointer.close()
         """
-        return self._timing.due(step, self._groups.for_calls)
+        return self._timing is not None and self._timing.due(step, self._groups.for_calls)
 
     def close(self) -> None:
         """Finish the saves in flight, free the host copy and leave the process group. Later saves are possible.
@@ -365,7 +371,8 @@ class Checkpointer:
                     from dcp_plugin.core.saving import sigterm  # imported late, as in save()
 
                     sigterm.forget(self._queue)
-                self._timing.ended()
+                if self._timing is not None:
+                    self._timing.ended()
                 self._writer.close()
                 self._saving.forget_plan()
                 self._groups.close()

@@ -29,7 +29,7 @@ SECTIONS = {
             "load --state mixed --ranks 1 --where outputs --caches warm cold saved",
             "load --state mixed --ranks 1 2 --where /dev/shm --caches warm",
             "load --state mixed --ranks 2 --where outputs --caches warm",
-            "load --state 4000 --ranks 1 --where outputs --caches warm",
+            "load --state 4000 --ranks 1 2 --where outputs --caches warm",
         ),
     ),
     "reshard": Section("Loading onto another layout", ("reshard",)),

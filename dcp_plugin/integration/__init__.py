@@ -2,8 +2,8 @@
 
 The rule: any framework can load a checkpoint of any other. All of them store state under the same names and in the same
 form (:mod:`~dcp_plugin.integration.stored`), including each rank's random streams and the positions of samplers.
-:class:`Saver` is the base of all classes that save and load for an object of a framework. The names of ``stored.py``,
-``extra_files.py`` and ``rank_streams.py`` that these packages use are names of this module as well.
+:class:`Saver` is the base of all classes that save and load for an object of a framework. The names of ``stored.py``
+and ``extra_files.py`` that these packages use are names of this module as well.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from dcp_plugin.integration.extra_files import (
     saved_at,
     summary_if_readable,
 )
-from dcp_plugin.integration.rank_streams import SavedStreams, of_rank
 from dcp_plugin.integration.stored import (
     EXTRA,
     MODEL,
@@ -41,6 +40,7 @@ from dcp_plugin.integration.stored import (
     RNG,
     Callbacks,
     RandomStreams,
+    SavedStreams,
     among,
     encode,
     entries_of,
@@ -51,6 +51,7 @@ from dcp_plugin.integration.stored import (
     like,
     names_for,
     numbered,
+    of_rank,
     optimizer_from_stored,
     plain,
     refuse_unstorable,

@@ -29,7 +29,7 @@ from lightning_utilities.core.overrides import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from dcp_plugin.core.state import without_sampler
-from dcp_plugin.integration import EXTRA, RNG, SavedStreams, rank_streams, refuse_unstorable
+from dcp_plugin.integration import EXTRA, RNG, SavedStreams, of_rank, refuse_unstorable
 from dcp_plugin.integration.lightning_packages import data_rank, inside_distributed_sampler, made_by, package_behind
 from dcp_plugin.lightning import _lightning, layout
 from dcp_plugin.lightning._lightning import Moment
@@ -57,7 +57,7 @@ def add_own_state(checkpoint: Checkpoint, trainer: Trainer, with_rng: bool) -> N
         checkpoint[MADE_IN] = _lightning.loaders_made_in(trainer)
     if with_rng:
         of_loaders = [[generator.get_state() for generator in _generators(loader)] for loader in loaders]
-        checkpoint[RNG] = rank_streams.of_rank(trainer.global_rank, trainer.strategy.root_device, loaders=of_loaders)
+        checkpoint[RNG] = of_rank(trainer.global_rank, trainer.strategy.root_device, loaders=of_loaders)
 
 
 @dataclass

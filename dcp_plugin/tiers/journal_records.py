@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp_plugin.core.config import CheckpointConfig
+from dcp_plugin.core.config import IO, CheckpointConfig, Keeper
 from dcp_plugin.core.format.columns import Column, KeyColumns, Places
 from dcp_plugin.core.format.values import WholeItem
-from dcp_plugin.core.options import IO, Keeper
 from dcp_plugin.core.paths import Where, with_options
 from dcp_plugin.core.planning.global_plan import Share
 from dcp_plugin.core.planning.local_inventory import Description, LocalInventory

@@ -16,7 +16,6 @@ import hashlib
 import hmac
 import os
 import secrets
-import select
 import socket
 import struct
 import time
@@ -113,19 +112,9 @@ class Channel:
 
     def send_file(self, file: int, offset: int, count: int) -> None:
         """Send a range of an open file, from the page cache, without a copy."""
-        end = offset + count
-        while offset < end:
-            try:
-                sent = os.sendfile(self._socket.fileno(), file, offset, end - offset)
-            except BlockingIOError:  # on a socket with a timeout, sendfile does not wait itself
-                poll, limit = select.poll(), self._socket.gettimeout()
-                poll.register(self._socket, select.POLLOUT)
-                if not poll.poll(None if limit is None else limit * 1000):
-                    raise TimeoutError(errno.ETIMEDOUT, "the other end does not read") from None
-                continue
-            if not sent:
+        with open(file, "rb", buffering=0, closefd=False) as source:
+            if count and self._socket.sendfile(source, offset, count) < count:
                 raise OSError(errno.EIO, "the file is shorter than it was")
-            offset += sent
 
     def receive_into(self, memory: Sequence[memoryview]) -> None:
         """Fill the pieces of memory in turn."""

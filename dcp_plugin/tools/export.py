@@ -25,7 +25,7 @@ import torch
 from dcp_plugin.core.errors import CheckpointError, SaveFailed, as_html, one_line, size, some
 from dcp_plugin.core.format.index import StoredTensor
 from dcp_plugin.core.media import medium_of, refuse_real_run
-from dcp_plugin.core.media.output import Output, exists, has_appeared, output_at
+from dcp_plugin.core.media.copies import Output, exists, has_appeared, output_at
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.core.ranks.collectives import Call, Ranks, together
 from dcp_plugin.core.ranks.groups import of_default_group

@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dcp_plugin.core.config import CheckpointConfig
+from dcp_plugin.core.config import IO, CheckpointConfig
 from dcp_plugin.core.errors import CheckpointError, size
 from dcp_plugin.core.format import DATA_SUFFIX
 from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.media.disk import posix
 from dcp_plugin.core.media.medium import PAGE, CannotLink, DataFile, Medium
 from dcp_plugin.core.media.objects.commit import has_conditions
-from dcp_plugin.core.options import IO
 from dcp_plugin.core.paths import PathLike, StorageOptions, Where, as_path, on_file_system, place_of
 from dcp_plugin.core.ranks.launcher import this_launch
 from dcp_plugin.core.types import public_class

@@ -451,18 +451,20 @@ def verify_resume(
         >>> dcp_plugin.verify_resume(state, expect_changed=["*.bias"]).exact
         True
     """
-    if latest is None or latest.report is None:
+    if (last := latest) is None or last.report is None:
         return None
     with closing(Checkpointer()) as checkpointer:
         ranks = Internals(checkpointer).ranks
-        asked = ranks.agree("begin a comparison", lambda: ResumeCheck(on_difference, expect_changed))
-        check = replace(
-            latest,
-            mode=asked.mode,
-            expected=[*latest.expected, *asked.expected],
-            reference=dict(latest.reference),
-            compared=latest.compared - latest.reference.keys(),
-            differences=defaultdict(list, {cause: [*keys] for cause, keys in latest.differences.items()}),
+        asked, objects = ranks.agree(
+            "begin a comparison", lambda: (ResumeCheck(on_difference, expect_changed), last.prepare(state))
         )
-        check.compare(check.prepare(state), ranks, latest.compared)
-        return check.finish(ranks, latest.report, "before the first step")
+        check = replace(
+            last,
+            mode=asked.mode,
+            expected=[*last.expected, *asked.expected],
+            reference=dict(last.reference),
+            compared=last.compared - last.reference.keys(),
+            differences=defaultdict(list, {cause: [*keys] for cause, keys in last.differences.items()}),
+        )
+        check.compare(objects, ranks, last.compared)
+        return check.finish(ranks, last.report, "before the first step")

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tests.conformance.cases import CORPORA, Case, all_cases, combinable, find
 from tests.conformance.differences import titles
 from tests.conformance.launching import verdicts
-from tests.conformance.ranks import still_wrong
 from tests.conformance.verdict import Verdict
 from tests.sampling import is_sampled
 
@@ -100,9 +99,7 @@ def test_per_rank(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", _parameters("ranks"))
-def test_ranks(case: Case, request: pytest.FixtureRequest) -> None:
-    if reason := still_wrong(case.name):  # not strict: its patterns cover cases that only some saves get wrong
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
+def test_ranks(case: Case) -> None:
     _check(case, "ranks")
 
 

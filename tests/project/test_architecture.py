@@ -24,7 +24,7 @@ from tests import programs
 ROOT = Path(dcp.__file__).parent
 LAYERS = [
     (
-        *("config", "options", "paths", "errors", "retention", "types", "tensors", "events", "ranks", "partial"),
+        *("config", "paths", "errors", "retention", "types", "tensors", "events", "ranks", "partial"),
         "interrupts",
     ),
     ("format",),
@@ -164,8 +164,8 @@ LIMITS = {
     "entries at the top": 18,
     "folders at the top": 9,
     "files": 237,
-    "statements": 33_782,
-    "statements in core/": 19_973,
+    "statements": 33_793,
+    "statements in core/": 19_985,
     "imports of the package per file": 6.4,
 }
 """Size of the package. Whoever makes it smaller lowers these; whoever has to raise one says why in the commit."""
@@ -316,7 +316,7 @@ def test_a_model_from_a_checkpoint_imports_no_trainer() -> None:
     assert not {"transformers.trainer", "dcp_plugin.transformers.mixin"} & {*loaded}
 
 
-CORE_FILES, CORE_STATEMENTS = 78, 11_992
+CORE_FILES, CORE_STATEMENTS = 75, 11_636
 """Size of what a plain save and load on a local disk import. Whoever makes it smaller lowers these; they never rise."""
 
 

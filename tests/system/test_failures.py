@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import re
 import signal
@@ -14,11 +15,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint import load as stock_load
 from torch.distributed.checkpoint import save as stock_save
 
 import dcp_plugin as dcp
 from dcp_plugin import events
+from dcp_plugin.core.loading import load
 from dcp_plugin.core.media.disk import commit, local_disk
 from dcp_plugin.core.media.medium import Reservation
 from tests import launch
@@ -26,6 +29,7 @@ from tests.damage import bad_disk, flip, raising
 from tests.launch import gathered, on_ranks
 from tests.layouts import build, train
 from tests.messages import refusal
+from tests.objects import Holder
 from tests.places import names_in
 from tests.slowness import RankGate, has_ended
 
@@ -147,6 +151,52 @@ def test_a_flipped_bit_is_raised_on_every_rank_naming_file_and_key(tmp_path: Pat
         "__1_0-",
         "optim.state.inp.weight.exp_avg",
     )
+
+
+class _Refusing(Holder):
+    def load_state_dict(self, state: Any) -> None:
+        raise ValueError("no place")
+
+
+STAGES: dict[str, tuple[Any, str] | None] = {
+    "open": (load.CheckpointReader, "open"),
+    "compare": (load.Loading, "_plan"),
+    "values": (load, "decoded"),
+    "read": (load.CheckpointReader, "read"),
+    "apply": None,
+}
+
+
+@pytest.mark.parametrize("asks", [False, True], ids=["no questions", "questions"])
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(3)
+def test_a_load_that_fails_on_one_of_three_ranks_fails_on_all_and_overwrites_nothing_before_it_has_read(
+    tmp_path: Path, stage: str, asks: bool
+) -> None:
+    def begin(number: float, names: str = "ab") -> dict[str, Any]:
+        model = nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, number)
+        return {"model": model, "t": torch.full((3,), number), "n": number, "x": Holder({"n": number})}
+
+    dcp.save(begin(1), tmp_path / "ck")
+    state = begin(0, "a" if asks and dist.get_rank() == 2 else "ab")
+    if dist.get_rank() == 1 and (place := STAGES[stage]):
+        original = getattr(*place)
+
+        def fail(*arguments: Any) -> Any:
+            if stage == "read" and arguments[1].values:  # the values are read before
+                return original(*arguments)
+            raise OSError(errno.EIO, "Input/output error")
+
+        setattr(*place, fail)
+    elif dist.get_rank() == 1:
+        state["x"] = _Refusing({"n": 0.0})
+    reason = "no place" if stage == "apply" else "Input/output"
+    refusal(dcp.CheckpointError, lambda: dcp.load(state, tmp_path / "ck"), "rank 1", reason)
+    if stage not in ("read", "apply"):
+        assert not any(parameter.any() for parameter in state["model"].parameters())
+        assert not state["t"].any() and state["n"] == 0 and state["x"].state == {"n": 0}
 
 
 @on_ranks(2)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import dcp_plugin as dcp
 from dcp_plugin import events
@@ -393,6 +394,28 @@ def test_a_load_has_four_exchanges_if_no_rank_asks_about_a_key(tmp_path: Path) -
     rank_group.RankGroup.combine = combine  # type: ignore[method-assign]
     ours.close()
     assert exchanges == ["open", "compare", "read", "apply"]
+
+
+class Counted:
+    count = 0
+
+    def __init__(self) -> None:
+        self.number = 5
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        Counted.count += 1
+
+
+@on_ranks(2)
+def test_a_load_unpickles_a_value_once_on_a_rank_without_and_on_one_with_questions(tmp_path: Path) -> None:
+    def begin(names: str) -> dict[str, Any]:
+        return {"model": nn.ModuleDict({name: nn.Linear(1, 1) for name in names}), "x": Counted()}
+
+    with closing(dcp.Checkpointer(allow_pickle=["x"])) as checkpointer:
+        checkpointer.save(begin("ab"), tmp_path / "ck")
+        Counted.count = 0
+        checkpointer.load(begin("ab" if dist.get_rank() == 0 else "a"), tmp_path / "ck")
+    assert Counted.count == 1
 
 
 @on_ranks(2)

@@ -259,6 +259,32 @@ def test_ranks_may_use_optimizers_of_different_classes_under_one_name(tmp_path: 
     assert messages == []
 
 
+@pytest.mark.one_of("mode")
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("owner", [0, 1])
+@on_ranks(2)
+def test_an_optimizer_that_one_rank_never_steps_is_no_alarm_after_a_resume(
+    tmp_path: Path, owner: int, mode: dict[str, Any]
+) -> None:
+    def begin() -> State:
+        net = nn.utils.skip_init(nn.Linear, 4, 4)
+        nn.init.ones_(net.weight), nn.init.ones_(net.bias)
+        return {"net": net, "optim": torch.optim.AdamW(net.parameters(), lr=0.0)}
+
+    state = begin()
+    with closing(dcp.Checkpointer(**mode)) as checkpointer, warned() as messages:
+        for name in "abc":
+            if dist.get_rank() == owner:
+                for parameter in state["net"].parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                state["optim"].step()
+            checkpointer.save(state, tmp_path / name).wait()
+            own, state = gathered(held(state))[owner], begin()
+            checkpointer.load(state, tmp_path / name)
+            assert_same(held(state), own)
+    assert messages == []
+
+
 # Equal names, and replicas that differ
 
 

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from dcp_plugin.core.config import CheckpointConfig
-from dcp_plugin.core.options import IO, Keeper
+from dcp_plugin.core.config import IO, CheckpointConfig, Keeper
 from dcp_plugin.core.paths import ObjectPath
 from dcp_plugin.core.retention import Retention
 from dcp_plugin.errors import SaveFailed

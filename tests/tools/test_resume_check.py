@@ -308,6 +308,14 @@ def test_a_mode_that_one_rank_misspells_is_refused_on_all(tmp_path: Path) -> Non
 
 
 @on_ranks(2)
+def test_a_state_that_one_rank_does_not_have_is_refused_on_all(tmp_path: Path) -> None:
+    dcp.save({"n": 3}, tmp_path / "step-1")
+    dcp.resume_or_init(state := {"n": 0}, tmp_path)
+    here: Any = (state, None)[torch.distributed.get_rank()]
+    refusal(dcp.CheckpointError, lambda: dcp.verify_resume(here), "rank 1", "TypeError")
+
+
+@on_ranks(2)
 def test_an_object_of_one_rank_beside_fsdp1_does_not_hang(tmp_path: Path) -> None:
     from tests.layouts import build, train
 

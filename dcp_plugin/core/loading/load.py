@@ -240,31 +240,30 @@ class Loading:
         """Match, plan, and read the values. All misfits are raised in one error. Collective.
 
         Usually no rank has a question for other ranks. Each rank has then planned and read its values before the first
-        exchange, which is the only one. A rank that could not do so needs the answers of other ranks for its error.
+        exchange, which is the only one. A rank that could not do so asks nothing: the error has the misfits of all.
 
         Args:
             allocated: Keys of modules that were on the meta device. Keys that get memory in this call are added.
         """
         step = f"compare {self._path} with the state"
         matching = Matching(self._path, self.checkpoint(), opened, self._strict, False, self._mode)
-        fitted = Attempt[FittedLoad](None)
+        attempts: list[Attempt[FittedLoad]] = []
 
         def fit(union: Union | None) -> FittedLoad:
             return self._read_values(self._plan(opened, self._with_unset(_judged(matching, union), allocated)))
 
         def ask() -> list[str] | None:
-            nonlocal fitted
             for adapter in opened.adapters:
                 if adapter.kind == "module" and adapter.module is not None:
                     allocated.extend(join(adapter.name, key) for key in materialise(adapter.module))
             if (asked := _questions(matching)) is None:
-                fitted = Attempt.of(lambda: fit(None))
-            return asked if fitted.failure is None else []
+                attempts.append(Attempt.of(lambda: fit(None)))
+            return [] if attempts and attempts[0].failure else asked
 
         union = self._ask_all(step, ask, lambda asked: _differences(matching).answer(asked))
+        fitted = attempts[0] if attempts else Attempt.of(lambda: fit(union))  # a value may be unpickled only once
         if union is None:
             return fitted.get()
-        fitted = Attempt.of(lambda: fit(union))
         warnings = self._ranks.combine(
             f"read the values of {self._path}", lambda: [*fitted.get().match.warnings], said_by_ranks
         )
@@ -294,13 +293,11 @@ class Loading:
         """Return the match with a warning for memory allocated by this load that it does not fill."""
         undecided = {join(name, key) for name, want in match.wanted.items() for key in want.left_to_hooks}
         unset = [key for key in allocated if key not in match.targets.keys() | match.deferred.keys() | undecided]
-        if not unset:
-            return match
         unset_memory = (
             f"{self._path} does not fill {some(unset)}, which had been on the meta device: the values are what was "
             "in memory by chance. Initialise them now."
         )
-        return replace(match, warnings=[*match.warnings, unset_memory])
+        return replace(match, warnings=[*match.warnings, unset_memory]) if unset else match
 
     def _plan(self, opened: OpenedLoad, match: Match) -> FittedLoad:
         """Plan the reads, and open the files to read.
@@ -389,13 +386,15 @@ class Loading:
         union = self._ask_all(step, hand_over, answer)
         if union is not None:
             match = self._ranks.agree(step, lambda: self._judge_hooks(fitted, incompatible, union))
-        report = replace(
-            match.report,
-            loaded=[*fitted.targets, *match.deferred],
-            bytes_read=self._reader.bytes_read,
-            unchecked_bytes=self._reader.unchecked_bytes,
+        return replace(
+            match,
+            report=replace(
+                match.report,
+                loaded=[*fitted.targets, *match.deferred],
+                bytes_read=self._reader.bytes_read,
+                unchecked_bytes=self._reader.unchecked_bytes,
+            ),
         )
-        return replace(match, report=report)
 
     def _note_received(self, fitted: FittedLoad) -> None:
         """Remember the values that fill places that were empty on this rank, now or at an earlier load.
@@ -405,11 +404,15 @@ class Loading:
         """
         from dcp_plugin.core.state.across_ranks import (  # a process alone shares nothing with others
             note_received,
+            note_slots,
             received,
         )
 
         for adapter in fitted.opened.adapters:
             want = fitted.match.wanted[adapter.name]
+            if adapter.kind == "optimizer":
+                note_slots(adapter.name, {key: want.targets[key] for key in want.targets if key in want.received})
+                continue
             for key in want.targets if (want.received or received) and adapter.entry is None else ():
                 full = join(adapter.name, key)
                 if key in want.received or full in received:

@@ -367,8 +367,6 @@ class Matching:
 
     def judge_dtypes(self) -> None:
         """Record the targets whose dtype differs. Add a problem if a partial load does not allow conversion."""
-        if self.report.cast:  # by a first call: a rank without questions judges before it knows of other ranks'
-            return
         differ: dict[tuple[Any, Any], list[str]] = defaultdict(list)
         wanted = {key: target.dtype for key, target in self.targets.items() if target is not None}
         wanted |= {key: deferred.dtype for key, deferred in self.deferred.items() if deferred.dtype is not None}

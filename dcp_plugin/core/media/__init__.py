@@ -16,7 +16,7 @@ The files of this folder, each of which imports files of the same line or of a l
   rule in its ``commit.py``.
 - ``__init__.py``: the medium of a path, and the names that other folders use. What only one kind of path needs is
   imported when such a path is used.
-- ``output.py``: files for other tools. ``copies.py``: targets of copies.
+- ``copies.py``: targets of copies, and of exports for other tools.
 """
 
 from __future__ import annotations

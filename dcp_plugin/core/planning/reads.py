@@ -19,7 +19,7 @@ import torch
 
 from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointMismatch, first
 from dcp_plugin.core.format import values
-from dcp_plugin.core.format.columns import NO_TENSOR, Column, KeyColumns, in_all
+from dcp_plugin.core.format.columns import NO_TENSOR, Column, in_all
 from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.records import LARGEST_CHUNK, BoxRead, ReadPlan
 from dcp_plugin.core.tensors.host_memory import is_plain_memory
@@ -55,7 +55,11 @@ class ReadPlanner:
             if target is None and index.table.dtype_of(index.slots[stored[key]]) is None
         }
         others = [key for key in targets if key not in self._chunks and key not in self._values]
-        self._layouts = {key: StoredLayout.of_table(index.table, index.slots[stored[key]]) for key in others}
+        slots, table = {key: index.slots[stored[key]] for key in others}, index.table
+        self._layouts = {
+            key: StoredLayout(table.dtype_of(slot), table.shape_of(slot), *table.boxes_of(slot))
+            for key, slot in slots.items()
+        }
         # The scales that a conversion would lose: not those that the caller applies, or loads beside the tensor.
         lost = {name: scaled.scale for name, scaled in index.scaled.items()} | dict.fromkeys(self._scales, "")
         self.misfits = [
@@ -167,10 +171,6 @@ class StoredLayout:
     shape: tuple[int, ...]
     offsets: Column
     sizes: Column
-
-    @classmethod
-    def of_table(cls, table: KeyColumns, slot: int) -> StoredLayout:
-        return cls(table.dtype_of(slot), table.shape_of(slot), *table.boxes_of(slot))
 
     def overlaps(self, name: str, here: int, chunk: LocalChunk) -> list[Overlap]:
         """Return the stored chunks that share elements with ``chunk``, whose number is ``here``.

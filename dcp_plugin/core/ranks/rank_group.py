@@ -55,10 +55,6 @@ class _Failure:
             return cls(public_kind.__name__, str(error))
         return cls("", f"{type(error).__name__}: {error}")
 
-    def to_error(self, step: str) -> CheckpointError:
-        kind: type[CheckpointError] | None = getattr(errors, self.kind, None)
-        return kind(self.text) if kind else CheckpointError(f"could not {step}: {self.text}")
-
 
 class RankGroup(Ranks):
     """Several processes, in a gloo group of their own.
@@ -302,7 +298,10 @@ def _unwrap(step: str, outcome: Any, own_failure: Exception | None) -> Any:
     already contains its message."""
     if isinstance(outcome, _Failure):
         is_included = isinstance(own_failure, CheckpointError) and str(own_failure) in outcome.text
-        raise outcome.to_error(step) from (None if is_included else own_failure)
+        kind: type[CheckpointError] | None = getattr(errors, outcome.kind, None)
+        raise (kind(outcome.text) if kind else CheckpointError(f"could not {step}: {outcome.text}")) from (
+            None if is_included else own_failure
+        )
     return outcome
 
 

@@ -149,8 +149,7 @@ class SavePipeline:
         optimizers = optimizers_in(adapters, live.kinds, live.owners)
         shards = {name: optimizer.shards() for name, optimizer in optimizers.items()}
         classes = {name: optimizer.classes() for name, optimizer in optimizers.items()}
-        compares = ranks.size > 1 and not self._has_compared
-        shared = shared_keys(live, adapters, kept) if compares else frozenset()
+        shared = shared_keys(live, adapters, kept) if ranks.size > 1 and not self._has_compared else frozenset()
         details = StateDetails(
             paths,
             {**live.kinds, **kinds},
@@ -160,6 +159,7 @@ class SavePipeline:
             shards,
             plain_metrics(live.metrics),
             shared,
+            frozenset() if self._local is None else self._local.received_slots(kept),
         )
         return GatheredState(kept, details)
 

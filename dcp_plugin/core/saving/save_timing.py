@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from dcp_plugin.core.config import CheckpointConfig
 from dcp_plugin.core.errors import CheckpointMismatch
 from dcp_plugin.core.ranks.collectives import Call, Ranks, together
 
@@ -26,15 +25,15 @@ class SaveTiming:
     """Measurement of the steps between the saves of a checkpointer, and decision when its saves are due.
 
     Args:
-        config: Has the interval.
+        interval: Seconds between two saves.
         is_saving: Returns True while a save is in flight that a restart would not find yet.
         clock: Seconds, from any origin.
     """
 
     def __init__(
-        self, config: CheckpointConfig, is_saving: Callable[[], bool], clock: Callable[[], float] = time.monotonic
+        self, interval: float, is_saving: Callable[[], bool], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._is_saving, self._interval = is_saving, config.save_interval
+        self._is_saving, self._interval = is_saving, interval
         self.clock = clock
         self._steps: deque[float] = deque(maxlen=9)  # seconds of the newest steps: earlier ones may have been faster
         self._ended: float | None = None  # time at which the last step ended
@@ -56,7 +55,7 @@ class SaveTiming:
         self._answered = step, False
         if self._calls_left > 0:
             self._calls_left -= 1
-        elif self._interval is not None:
+        else:
             self._answered = step, self._meet(step, ranks())
         return self._answered[1]
 
@@ -81,7 +80,6 @@ class SaveTiming:
     def _decide(self) -> tuple[bool, int]:
         """Return whether to save now, and the number of calls until the next meeting. Runs on rank 0."""
         now, interval, step_seconds = self.clock(), self._interval, self.step_seconds
-        assert interval is not None, "without save_interval the ranks do not meet"
         remaining = interval - (now - self._since)
         due = not self._is_saving() and remaining <= max(_SLACK * interval, (step_seconds or 0.0) / 2)
         if due:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -26,10 +27,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from dcp_plugin.core.tensors._torch_modules import is_of_torch
+from dcp_plugin.core.tensors._torch_modules import is_of_torch, pre_load_hooks
 
-_under_way: list[tuple[threading.Event, list[RemovableHandle]]] = []
-"""The copies under way: the event of their end, and their hooks on modules."""
+_under_way: list[tuple[threading.Event, RemovableHandle]] = []
+"""The copies under way: the event of their end, and the handle of its hook on modules."""
 os.register_at_fork(after_in_child=_under_way.clear)  # a forked child has no copying thread and would wait forever
 
 
@@ -42,10 +43,11 @@ def delay_changes(modules: Iterable[nn.Module], ended: threading.Event) -> None:
     """
     _hold_back_steps()
     take_off_hooks()
-    hooks: list[RemovableHandle] = []
-    _under_way.append((ended, hooks))  # first: a module may refuse its hook, and the earlier hooks must come off
-    for module in modules:
-        hooks += [module.register_load_state_dict_pre_hook(_before_load)]  # type: ignore[no-untyped-call]
+    hooks = list(map(pre_load_hooks, modules))
+    handle = RemovableHandle(OrderedDict(), extra_dict=hooks)
+    _under_way.append((ended, handle))  # first: the hooks must come off if an interrupt comes among them
+    for of_module in hooks:
+        of_module[handle.id] = _before_load
 
 
 def wait_until_copied() -> None:
@@ -58,10 +60,9 @@ def wait_until_copied() -> None:
 def take_off_hooks() -> None:
     """Remove the hooks of copies that have ended. Called in the training thread only."""
     for entry in tuple(_under_way):
-        ended, hooks = entry
+        ended, hook = entry
         if ended.is_set():
-            for hook in hooks:
-                hook.remove()
+            hook.remove()
             _under_way.remove(entry)
 
 
@@ -91,6 +92,6 @@ def _and_wait(closure: Callable[[], Any]) -> Callable[[], Any]:
     return closure_and_wait
 
 
-def _before_load(module: nn.Module, *args: Any) -> None:
+def _before_load(*args: Any) -> None:
     for ended, _ in tuple(_under_way):
         ended.wait()  # no take_off_hooks() here: torch is iterating over the module's hooks

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -34,22 +34,12 @@ import torch
 from dcp_plugin.core.errors import CheckpointMismatch, SaveFailed, some
 from dcp_plugin.core.format.values import PLAIN
 from dcp_plugin.core.media import IN_PLACE, PAGE
-from dcp_plugin.core.tensors._torch import DTensor, version_of
+from dcp_plugin.core.tensors._torch import DTensor, versions_of
 from dcp_plugin.core.tensors.host_memory import address_of, bytes_at, can_be_queued, host_bytes, is_plain_memory
-from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS, copied, memory_of, require_memory
+from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS, copied, is_dense_memory, memory_of
 from dcp_plugin.core.types import Flat, LocalChunk, ShardedValue
 
 _SMALL = 64 << 10  # bytes; a smaller plain host tensor is copied by memmove instead of a torch operator
-
-
-class _Later(NamedTuple):
-    """A step-stable tensor that :meth:`Snapshot.finish` copies."""
-
-    key: str
-    leaf: Any
-    memory: tuple[torch.Tensor, ...]
-    """The tensor's memory on this rank when the snapshot was made."""
-    versions: tuple[int | None, ...]
 
 
 class Snapshot:
@@ -63,8 +53,8 @@ class Snapshot:
         leaves: The leaves of the state, by key.
         pool: The memory for the copy. Its contents are overwritten.
         encode: Describes leaves as the values and chunks on this rank.
-        step_stable: Takes leaves and their memory on this rank. Returns for each leaf if it stays unchanged until the
-            next optimizer step and so can be copied later.
+        step_stable: Takes leaves and a tensor of each on this rank. Returns for each tensor if it stays unchanged until
+            the next optimizer step and so can be copied later.
     """
 
     def __init__(
@@ -72,7 +62,7 @@ class Snapshot:
         leaves: Mapping[str, Any],
         pool: HostPool,
         encode: Callable[[Mapping[str, Any]], Flat],
-        step_stable: Callable[[Sequence[Any], Sequence[tuple[torch.Tensor, ...]]], Sequence[bool]] = (
+        step_stable: Callable[[Sequence[Any], Sequence[torch.Tensor]], Sequence[bool]] = (
             lambda leaves, memory: [False] * len(leaves)
         ),
     ) -> None:
@@ -80,35 +70,38 @@ class Snapshot:
         """Keys of the tensors that changed after the snapshot was made, as detected by :meth:`finish`."""
         self._keys = list(leaves)
         self._pool, self._encode = pool, encode
-        self._constant: dict[str, Any] = {}
-        self._later: list[_Later] = []
         # Each leaf goes to one of four collections: constants, which nothing changes; _later, for finish(); now, for
         # plain tensors that are copied here; to_describe, where encode() has to find the memory to copy.
-        now: dict[str, torch.Tensor] = {}
-        to_describe: dict[str, Any] = {}
-        memory_of_leaf: dict[str, tuple[torch.Tensor, ...]] = {}
+        self._constant: dict[str, Any] = {}
+        variable: dict[str, Any] = {}
+        for key, leaf in leaves.items():
+            if type(leaf) in PLAIN:
+                self._constant[key] = leaf
+            elif type(leaf) in (tuple, list) and PLAIN.issuperset(map(type, leaf)):
+                self._constant[key] = leaf[:]  # a copy of a list, and a tuple itself
+            else:
+                variable[key] = leaf
+        # Each question is asked of all tensors in one pass, because a call for each takes longer than its answer.
         with torch.no_grad():  # to_local() then returns the memory of a DTensor itself, without a view
-            for key, leaf in leaves.items():
-                if type(leaf) in PLAIN or (type(leaf) is tuple and PLAIN.issuperset(map(type, leaf))):
-                    self._constant[key] = leaf
-                elif memory := _memory_on_this_rank(leaf):
-                    memory_of_leaf[key] = memory
-                else:
-                    to_describe[key] = leaf
-            stable = step_stable([leaves[key] for key in memory_of_leaf], list(memory_of_leaf.values()))
-            for (key, memory), is_stable in zip(memory_of_leaf.items(), stable, strict=True):
-                leaf = leaves[key]
-                if plain := type(leaf) in EXACTLY_TENSORS:
-                    leaf = memory[0]  # detached: it keeps this memory if code assigns other memory to .data
-                # Without a version counter (inference tensors) a write during the later copy could not be detected.
-                if is_stable and None not in (versions := (version_of(leaf),) if plain else _versions_of(leaf, memory)):
-                    self._later.append(_Later(key, leaf, memory, versions))
-                elif plain and _is_memory(leaf):
-                    now[key] = leaf
-                else:
-                    to_describe[key] = leaf
-            self._sample = _Sample(self._later)
-        self._streams = _Streams(tensor for pending in self._later for tensor in pending.memory)
+            # Rows of a key and a tensor: a leaf has one for each of its chunks on this rank.
+            plain = _plain_memory(variable)
+            others = {key: leaf for key, leaf in variable.items() if key not in plain}
+            rows = [*plain.items(), *((key, tensor) for key, leaf in others.items() for tensor in _chunks_of(leaf))]
+            stable = step_stable([variable[key] for key, _ in rows], [tensor for _, tensor in rows])
+            counted = [*rows, *((key, tensor) for key, leaf in others.items() for tensor in _counted_apart(leaf))]
+            versions = versions_of([tensor for _, tensor in counted])
+            # Without a version counter (inference tensors) a write during the later copy could not be detected.
+            at_once = {key for (key, _), version in zip(counted, versions, strict=True) if version is None}
+            at_once.update(key for (key, _), is_stable in zip(rows, stable, strict=True) if not is_stable)
+            held = others | plain  # detached: it keeps this memory if code assigns other memory to .data
+            self._later = {key: held[key] for key, _ in rows if key not in at_once}
+            self._counted = [
+                (*row, version) for row, version in zip(counted, versions, strict=True) if row[0] in self._later
+            ]
+            now = {key: tensor for key, tensor in plain.items() if key in at_once and is_dense_memory(tensor)}
+            to_describe = {key: held[key] for key in variable if key not in self._later and key not in now}
+            self._sample = _Sample([row for row in rows if row[0] in self._later])
+        self._streams = _Streams(tensor for _, tensor, _ in self._counted)
         described = encode(to_describe)
         # Tied tensors have one identity, so they become one source with one slice.
         identities = {key: _identity(key, 0, tensor) for key, tensor in now.items()}
@@ -133,11 +126,11 @@ class Snapshot:
         Raises:
             SaveFailed: Tensors have changed since the snapshot was made. The message names them.
         """
-        later, self._later = self._later, []
+        later, self._later = self._later, {}
         copied = self._copied | self._encode(
             {key: copy_slice.like(tensor) for key, (copy_slice, tensor) in self._now.items()}
         )
-        described = self._encode({**self._constant, **{pending.key: pending.leaf for pending in later}})
+        described = self._encode(self._constant | later)
         sources, copies = dict(_sources(described)), {}
         slices = self._pool.slices(list(sources.values()), later=True)
         with self._streams:
@@ -147,10 +140,9 @@ class Snapshot:
                     _copy_later(copies[identity], tensor)
         # Compared after the copy, so that a write during the copy is detected as well.
         written = self._sample.differs(self._streams)
-        written.update(
-            pending.key for pending in later if _versions_of(pending.leaf, pending.memory) != pending.versions
-        )
-        self.changed += [pending.key for pending in later if pending.key in written]
+        versions = versions_of([tensor for _, tensor, _ in self._counted])
+        written.update(key for (key, _, was), is_ in zip(self._counted, versions, strict=True) if was != is_)
+        self.changed += [key for key in later if key in written]
         if self.changed:
             raise SaveFailed(
                 f"{some(self.changed, 5)} changed while the save copied it, and not by an optimizer step. Save with "
@@ -219,42 +211,41 @@ def _identity(key: str, number: int, tensor: torch.Tensor) -> Any:
     return memory_of(tensor) if tensor.numel() else (key, number)
 
 
-def _memory_on_this_rank(leaf: Any) -> tuple[torch.Tensor, ...]:
-    """Return the memory of a tensor that can be copied later; empty for any other leaf.
+def _plain_memory(leaves: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the plain tensors in memory that can be copied later, detached.
 
-    A plain tensor is detached: the result keeps its current memory even if code assigns other memory to ``.data``.
+    A detached tensor keeps its current memory even if code assigns other memory to ``.data``.
     """
-    if type(leaf) in EXACTLY_TENSORS:
-        if leaf.layout is not torch.strided or leaf.is_quantized or hasattr(leaf, "global_shape"):
-            return ()
-        try:
-            return (leaf.detach(),)
-        except RuntimeError:  # the tensor belongs to a transform of torch.func that has ended
-            return ()
+    plain = {
+        key: leaf
+        for key, leaf in leaves.items()
+        if type(leaf) in EXACTLY_TENSORS
+        and leaf.layout is torch.strided
+        and not leaf.is_quantized
+        and not hasattr(leaf, "global_shape")
+    }
+    try:
+        return {key: leaf.detach() for key, leaf in plain.items()}
+    except RuntimeError:  # one belongs to a transform of torch.func that has ended
+        each = [_plain_memory({key: leaf}) for key, leaf in plain.items()] if len(plain) > 1 else []
+        return {key: tensor for one in each for key, tensor in one.items()}
+
+
+def _chunks_of(leaf: Any) -> Sequence[torch.Tensor]:
+    """Return the memory of a sharded tensor that can be copied later; empty for any other leaf."""
     if isinstance(leaf, ShardedValue):
-        return () if leaf.stored_whole else tuple(chunk.tensor for chunk in leaf.chunks)
+        return () if leaf.stored_whole else [chunk.tensor for chunk in leaf.chunks]
     if isinstance(leaf, DTensor) and type(local := leaf.to_local()) in EXACTLY_TENSORS:
         return (local,)
     return ()
 
 
-def _is_memory(tensor: torch.Tensor) -> bool:
-    """Return whether the elements are in memory. If they are not, ``encode`` later raises an error with the key."""
-    try:
-        require_memory(tensor)
-    except CheckpointMismatch:
-        return False
-    return True
-
-
-def _versions_of(leaf: Any, memory: tuple[torch.Tensor, ...]) -> tuple[int | None, ...]:
-    """Return the version counters of a tensor. A DTensor counts in-place operations on itself, so its own counter is
-    included."""
-    if isinstance(leaf, DTensor):
-        memory = (*memory, leaf)
-    elif isinstance(leaf, ShardedValue) and leaf.origin is not None:
-        memory = (*memory, leaf.origin)
-    return tuple(map(version_of, memory))
+def _counted_apart(leaf: Any) -> Sequence[torch.Tensor]:
+    """Return the tensor whose own version counter counts operations on a leaf in addition to that of its memory. A
+    DTensor counts in-place operations on itself."""
+    if isinstance(leaf, ShardedValue) and not leaf.stored_whole and leaf.origin is not None:
+        return (leaf.origin,)
+    return (leaf,) if isinstance(leaf, DTensor) else ()
 
 
 _SAMPLES = 8
@@ -268,12 +259,12 @@ class _Sample:
     broadcasts. They mostly change all elements of all tensors, so a few elements reveal them.
     """
 
-    def __init__(self, later: Iterable[_Later]) -> None:
+    def __init__(self, rows: Iterable[tuple[str, torch.Tensor]]) -> None:
         groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
-        for pending in later:
-            for tensor in pending.memory:
-                if (count := tensor.numel()) and (tensor.is_contiguous() or _extent(tensor) == count):  # without gaps
-                    groups.setdefault((tensor.device, tensor.dtype), []).append((pending.key, tensor))
+        for row in rows:
+            tensor = row[1]
+            if (count := tensor.numel()) and (tensor.is_contiguous() or _extent(tensor) == count):  # without gaps
+                groups.setdefault((tensor.device, tensor.dtype), []).append(row)
         self._groups = [
             (_OnHost if device.type == "cpu" else _OnDevice)([key for key, _ in group], [tensor for _, tensor in group])
             for (device, _), group in groups.items()
@@ -456,6 +447,7 @@ class _Slab:
     def __init__(self, pinned: bool, allocate: Callable[[int], torch.Tensor] | None) -> None:
         self._pinned = pinned
         self._allocate = allocate or _of_this_process
+        self._unregister: Callable[[], Any] = lambda: None
         self.memory = host_bytes(0)
 
     def of_size(self, nbytes: int) -> torch.Tensor:
@@ -465,15 +457,18 @@ class _Slab:
                 memory = self._allocate(nbytes) if nbytes else host_bytes(0)
             if self._pinned and nbytes:  # cudaHostRegister refuses zero bytes
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
+                # No __del__, which would run after free(), too: Python discards a Ctrl-C that is raised in it.
+                self._unregister = finalizer = weakref.finalize(self, _unregister, memory)
+                finalizer.atexit = False
             self.memory = memory
         return self.memory
 
     def free(self) -> None:
-        if self._pinned and self.memory.nbytes and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr()))  # type: ignore[no-untyped-call]
+        self._unregister()
         self.memory = host_bytes(0)
 
-    def __del__(self) -> None:
-        # CUDA refuses to register an address again whose memory was released while it was registered.
-        if not sys.is_finalizing():
-            self.free()
+
+def _unregister(memory: torch.Tensor) -> None:
+    # CUDA refuses to register an address again whose memory was released while it was registered.
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))  # type: ignore[no-untyped-call]

@@ -34,7 +34,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import ref
 
 from dcp_plugin.core.errors import some, warn
 from dcp_plugin.core.format.index import CheckpointIndex, KeyPath
@@ -42,6 +43,7 @@ from dcp_plugin.core.format.keys import LocalSlot
 from dcp_plugin.core.format.payload import hashes_of, sample_of
 from dcp_plugin.core.ranks.collectives import Ranks, pack, unpack
 from dcp_plugin.core.records import Shards, StateDetails
+from dcp_plugin.core.tensors._torch import versions_of
 from dcp_plugin.core.types import Box, EncodedValue, Flat, RankEntry, ShardedValue, Standing
 
 _SAMPLED = 4 << 20
@@ -67,7 +69,11 @@ class RankLocal:
 
         The hashes of all other entries that may differ are remembered for :meth:`digest` and :meth:`compare`.
         """
-        shards, standing = details.shards, _standing_of_received(state)
+        shards, hashes = details.shards, _hashes(_not_empty(state, received), _SAMPLED)
+        standing = {
+            key: Standing.RECEIVED if value_hash == received[key][0] else Standing.CHANGED
+            for key, value_hash in hashes.items()
+        } | dict.fromkeys(details.received, Standing.RECEIVED)
         held = _not_empty(state, details.shared - {key for key in standing if standing[key] == Standing.RECEIVED})
         self._shared = _hashes(held, _SAMPLED)
         # Plain state of sharded parameters: entries that differed before get keys of their own. A tensor with the shape
@@ -75,7 +81,9 @@ class RankLocal:
         local_slots = _slots_of_sharded(state, shards)
         rank_local = {key: slot_and_box for key, slot_and_box in local_slots.items() if key in self._apart}
         evident = {
-            key for key, (_, box) in local_slots.items() if key not in rank_local and _has_shape_of(state[key], box)
+            key
+            for key, (_, box) in local_slots.items()
+            if key not in rank_local and getattr(state[key], "shape", None) == box.sizes and prod(box.sizes) > 1
         }
         hashes = _hashes({key: state[key] for key in local_slots if key not in rank_local and key not in evident})
         hashes |= dict.fromkeys(evident, _OWN)
@@ -88,6 +96,16 @@ class RankLocal:
                 *above, last = paths.pop(key)
                 paths[renamed[key]] = (*above, str(last).removesuffix(slot) + own)
         return {renamed.get(key, key): value for key, value in state.items()}, standing
+
+    @staticmethod
+    def received_slots(leaves: Mapping[str, Any]) -> frozenset[str]:
+        """Return the slots that this rank has only as a load gave them to it. Forget slots that have changed."""
+        for key in _slots.keys() & leaves.keys():
+            (slot, version), leaf = _slots[key], leaves[key]
+            held = leaf.origin if type(leaf) is ShardedValue else leaf
+            if held is not slot() or held is None or versions_of([held]) != [version]:
+                del _slots[key]
+        return frozenset(_slots.keys() & leaves.keys())
 
     def digest(self, rank: int) -> bytes:
         """Return a digest of the entries that may differ between ranks; empty if there are none. Ranks with different
@@ -162,11 +180,6 @@ def _known_first(text: str, names: Mapping[str, Box]) -> tuple[str | None, str]:
     return (text[:at], text[at + 1 :]) if at > 0 else (None, text)
 
 
-def _has_shape_of(value: ShardedValue | EncodedValue, box: Box) -> bool:
-    """Return whether a value is a tensor with the shape of the box. A box of one element never counts."""
-    return isinstance(value, ShardedValue) and value.shape == box.sizes and prod(box.sizes) > 1
-
-
 def _hashes(state: Flat, most: float = float("inf")) -> dict[str, bytes]:
     """Return a hash of each value or tensor. The hash of a tensor includes dtype and shape. A tensor has no hash if it
     is stored as one object, or if this rank has no part of it.
@@ -233,13 +246,20 @@ def note_received(key: str, value: ShardedValue | EncodedValue | None, owner: in
         del received[key]
 
 
-def _standing_of_received(state: Flat) -> dict[str, Standing]:
-    """Return the standing of the entries that a load has given to this rank, except empty ones."""
-    hashes = _hashes(_not_empty(state, received), _SAMPLED)
-    return {
-        key: Standing.RECEIVED if value_hash == received[key][0] else Standing.CHANGED
-        for key, value_hash in hashes.items()
-    }
+_slots: dict[str, tuple[ref[Any], int]] = {}
+"""Slots that an optimizer of this rank did not have until a load gave them to it -> the tensor, and its version."""
+
+
+def note_slots(name: str, slots: Mapping[str, Any]) -> None:
+    """Remember tensors that a load gives to the optimizer ``name`` of this rank, which has had none in their place.
+
+    An optimizer that only rank 1 steps is loaded on every rank. A hash, as of :func:`note_received`, would read all
+    moments at each resume. A step replaces a tensor, or changes its version.
+    """
+    for key in [key for key in received if key.startswith(f"{name}.")]:
+        del received[key]  # of data in the place of the optimizer
+    versions = zip(slots.items(), versions_of(list(slots.values())), strict=True)
+    _slots.update({f"{name}.{key}": (ref(slot), n) for (key, slot), n in versions if n is not None})
 
 
 def _not_empty(state: Flat, keys: Iterable[str]) -> Flat:

@@ -152,8 +152,12 @@ def _turn(adapter: StateAdapter) -> tuple[int, bool, bool, str]:
     Loaders come before other ``Stateful`` objects, which may have random streams, because loaders draw from these.
     """
     is_last = isinstance(adapter, StatefulAdapter) and isinstance(adapter.live, CalledLast)
-    is_position = isinstance(adapter, PositionAdapter)
-    return ("module", "optimizer", "stateful").index(adapter.kind), is_last, not is_position, adapter.name
+    return (
+        ("module", "optimizer", "stateful").index(adapter.kind),
+        is_last,
+        not isinstance(adapter, PositionAdapter),
+        adapter.name,
+    )
 
 
 def gather_state(adapters: list[StateAdapter]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
@@ -180,10 +184,10 @@ def gather_state(adapters: list[StateAdapter]) -> tuple[dict[str, Any], dict[str
             own_leaves, unusual = adapter.gather()
         except RecursionError as error:
             raise too_deep(adapter.name) from error
-        keyed = dict(zip(_below(adapter.name, tuple(own_leaves)), own_leaves.values(), strict=True))
-        if leaves and (twice := keyed.keys() & leaves.keys()):
-            raise CheckpointMismatch(f"two values of the state have the key {min(twice)!r}")
-        leaves |= keyed
+        keys = _below(adapter.name, tuple(own_leaves))
+        if not leaves.keys().isdisjoint(keys):
+            raise CheckpointMismatch(f"two values of the state have the key {min(leaves.keys() & keys)!r}")
+        leaves.update(zip(keys, own_leaves.values(), strict=True))
         above = tuple(adapter.name.split("."))
         if len(above) > 1:  # the default path of a key splits only at the first dot
             unusual = {key: unusual.get(key, (key,)) for key in own_leaves}
@@ -212,8 +216,10 @@ def optimizers_in(
     names = [name for name, kind in kinds.items() if kind == "optimizer" and name not in found]
     if len(names) == len(optimizers):
         module = modules[0] if len(modules) == 1 else nn.Module()  # without parameters, which then have no shards
-        owned = zip(names, optimizers, strict=True)
-        found |= {name: OptimizerAdapter(name, module, optimizer, False) for name, optimizer in owned}
+        found |= {
+            name: OptimizerAdapter(name, module, optimizer, False)
+            for name, optimizer in zip(names, optimizers, strict=True)
+        }
     return found
 
 
@@ -252,10 +258,15 @@ def replica_keys(
         kinds: The kinds of the names that hold state dicts of modules and optimizers.
         owners: The modules of these.
     """
-    owned = [owner for owner in owners if isinstance(owner, nn.Module)]
     of_modules = [adapter for adapter in adapters if adapter.kind == "module"]
     modules = [(adapter.name, adapter.module) for adapter in of_modules if adapter.module is not None]
-    modules += [(name, module) for name, kind in kinds.items() if kind == "module" for module in owned]
+    modules += [
+        (name, owner)
+        for name, kind in kinds.items()
+        if kind == "module"
+        for owner in owners
+        if isinstance(owner, nn.Module)
+    ]
     replicas: set[str] = set()
     for name, module in modules:
         own = {key for key in leaves if key.startswith(f"{name}.")}

@@ -43,23 +43,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dcp_plugin.core.errors import CheckpointMismatch
 from dcp_plugin.core.tensors._torch import DTensor, ShardedTensor, is_tensor, sharded_value
-from dcp_plugin.core.tensors._torch_modules import is_of_torch, own_parameters, reparametrized, union_of
+from dcp_plugin.core.tensors._torch_modules import is_of_torch, own_parameters, parameters_in, reparametrized, union_of
 from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS
 from dcp_plugin.core.types import ShardedValue
 
 _WRAPPER_SEGMENTS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
-_ANY_OF_THEM = re.compile("|".join(sorted(_WRAPPER_SEGMENTS)))
+_AS_A_SEGMENT = re.compile(rf"(?:^|\.)(?:{'|'.join(sorted(_WRAPPER_SEGMENTS))})(?=\.|$)")
 
 
 class CleanNames:
     """Map from the names that a wrapped module gives to its parameters and state to clean names."""
 
     def __init__(self, module: nn.Module) -> None:
-        wrapped = ddp_names(module)
         # Outermost first: the prefix of an inner wrapper is clean only after the segment of the outer wrapper is
         # removed.
         self._ddp_prefixes: list[str] = []
-        for name in sorted(wrapped, key=len):
+        for name in sorted(ddp_names(module), key=len):
             clean = self(name)
             self._ddp_prefixes.append(f"{clean}.module." if clean else "module.")
 
@@ -69,6 +68,11 @@ class CleanNames:
             if (name + ".").startswith(prefix):
                 name = (prefix.removesuffix("module.") + name[len(prefix) :]).removesuffix(".")
         return name
+
+    def of_each(self, names: list[str]) -> list[str]:
+        """Return the clean names. One search finds that none of thousands needs a change, as without wrappers."""
+        is_clean = not self._ddp_prefixes and _AS_A_SEGMENT.search(".".join(names)) is None
+        return names if is_clean else list(map(self, names))
 
 
 @dataclass(frozen=True)
@@ -138,9 +142,7 @@ def contains_fsdp1(module: nn.Module) -> bool:
 
 def without_wrappers(name: str) -> str:
     """Return a name without the segments that only wrappers insert."""
-    if _ANY_OF_THEM.search(name) is None:
-        return name
-    return ".".join(segment for segment in name.split(".") if segment not in _WRAPPER_SEGMENTS)
+    return _AS_A_SEGMENT.sub("", name).removeprefix(".")
 
 
 def unwrapped(module: nn.Module) -> list[nn.Module]:
@@ -158,11 +160,9 @@ def unwrapped(module: nn.Module) -> list[nn.Module]:
 def parameter_names(module: nn.Module) -> dict[int, list[str]]:
     """Return the clean FQNs of every parameter by ``id``. A flat parameter of FSDP1 has those of its parts, any other
     parameter its first name."""
-    clean = CleanNames(module)
-    return {
-        id(parameter): [clean(prefix + inner) for inner in getattr(parameter, "_fqns", (name,))]
-        for prefix, name, parameter in _each_parameter(module)
-    }
+    own = [(id(p), prefix, getattr(p, "_fqns", (name,))) for prefix, name, p in _each_parameter(module)]
+    names = iter(CleanNames(module).of_each([prefix + inner for _, prefix, inside in own for inner in inside]))
+    return {parameter: list(itertools.islice(names, len(inside))) for parameter, _, inside in own}
 
 
 def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -278,7 +278,7 @@ def trained_module(
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     missing, members = set(trained), dict[str, nn.Module]()
     for member, module in modules.items():
-        own = {id(p) for _, child in named_modules(module) for _, p in own_parameters(child)}
+        own = set(map(id, parameters_in(child for _, child in named_modules(module))))
         # Parts of FSDP1 have several roots, so an optimizer of a list of them is refused below.
         if trained <= own and not (isinstance(module, Parts) and contains_fsdp1(module)):
             return module
@@ -337,11 +337,15 @@ def mark_parameters(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 def frozen_names(module: nn.Module) -> set[str]:
     """Return the clean FQNs of the parameters that are not trained, tied ones under each of their names."""
-    if all(parameter.requires_grad for _, child in named_modules(module) for _, parameter in own_parameters(child)):
+    if all(parameter.requires_grad for parameter in parameters_in(child for _, child in named_modules(module))):
         return set()
     names, clean = parameter_names(module), CleanNames(module)
-    named = module.named_parameters(remove_duplicate=False)
-    return {fqn for name, p in named if not p.requires_grad for fqn in (clean(name), *names[id(p)])}
+    return {
+        fqn
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if not parameter.requires_grad
+        for fqn in (clean(name), *names[id(parameter)])
+    }
 
 
 def layout_of(leaf: Any) -> str:

@@ -43,7 +43,7 @@ from dcp_plugin.core.format.keys import (
     walked_by_us,
     with_types_of,
 )
-from dcp_plugin.core.state.module import gather_fsdp1_optimizer, reshard
+from dcp_plugin.core.state.module import reshard
 from dcp_plugin.core.state.names import contains_fsdp1, parameter_names, parameters_by_name
 from dcp_plugin.core.tensors._torch import laid_out_like, shard_of
 from dcp_plugin.core.tensors._torch_modules import has_own_state_dict, unpatched, unwrapped_optimizer
@@ -126,9 +126,11 @@ def gather_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> Nes
         refuse_slices(module, optimizer, own)
         return own
     if contains_fsdp1(module):
+        from dcp_plugin.core.state import fsdp1  # only such modules need it
+
         extras = extras_of(own)
         refuse_slices(module, optimizer, extras)
-        return gather_fsdp1_optimizer(module, optimizer, own) | ({EXTRA_STATE: extras} if extras else {})
+        return fsdp1.gather_optimizer(module, optimizer, own) | ({EXTRA_STATE: extras} if extras else {})
     live = OptimizerState.of(module, optimizer, own)
     groups = [{**fields_of(group), "params": [live.names[key] for key in group["params"]]} for group in live.groups]
     return _nested({fqn: slots for fqn, slots in live.slots.items() if slots}, groups, live.global_state, live.extras)

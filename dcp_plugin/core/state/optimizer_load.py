@@ -29,7 +29,7 @@ from dcp_plugin.core.format.keys import (
     walked_as_stored,
     with_types_of,
 )
-from dcp_plugin.core.state.module import apply_fsdp1_optimizer, gather_fsdp1_module, gather_fsdp1_optimizer, reshard
+from dcp_plugin.core.state.module import gather_module, reshard
 from dcp_plugin.core.state.module_load import Deferred
 from dcp_plugin.core.state.names import contains_fsdp1, parameters_by_name
 from dcp_plugin.core.state.optimizer import (
@@ -122,7 +122,7 @@ class OptimizerLoad:
         self._beside: dict[str, Entry] = {}  # state of no parameter, by stored key
         self._paths = paths
         # Parameters by FQN: a slot with the shape of its parameter is distributed like it.
-        self._layouts = gather_fsdp1_module(module) if self._fsdp1 else parameters_by_name(module)
+        self._layouts = gather_module(module) if self._fsdp1 else parameters_by_name(module)
         self._groups = group_names(module, optimizer)
         self._here = {fqn for names in self._groups for fqn in names}  # the parameters of the optimizer
         self._slots: dict[str, dict[str, Entry]] = defaultdict(dict)  # stored slots, by FQN and slot
@@ -260,7 +260,13 @@ class OptimizerLoad:
             fqn = self._numbers[number]
             shape = sharded_value(self._layouts[fqn]).shape
             shapes = [entry.shape for entry in slots.values() if isinstance(entry, StoredTensor) and entry.shape]
-            if shapes and not any(_is_slot_of(shape_of_slot, shape) for shape_of_slot in shapes):
+            # A factored slot has 1 in place of some sizes of its parameter.
+            fitting = [
+                of_slot
+                for of_slot in shapes
+                if len(of_slot) == len(shape) and all(size in (1, of) for size, of in zip(of_slot, shape, strict=True))
+            ]
+            if shapes and not fitting:
                 return _NUMBERED.format(f"number {number} has state of shape {shapes[0]}, and {fqn} has shape {shape}")
         for number, slots in numbered.items():
             fqn = self._numbers[number]
@@ -278,6 +284,8 @@ class OptimizerLoad:
                     existing = laid_out_like(self._live.slots.get(fqn, {}).get(slot), self._layouts[fqn])
                     usable = isinstance(existing, torch.Tensor) and shape_of(existing) == entry.shape
                     targets[key] = existing if usable else self._allocate(fqn, slot, entry)
+                    if not usable and type(targets[key]) is torch.Tensor and not hasattr(targets[key], "global_shape"):
+                        self.wanted.received.add(key)  # complete here: a rank's shard counts in any case
                     if entry.stored_whole and not usable and not sharded_value(targets[key]).stored_whole:
                         self.wanted.unfillable[key] = f"{OF_ITS_OWN_CLASS}, and not there yet: {_HAVE_STATE}"
                 else:
@@ -313,12 +321,14 @@ class OptimizerLoad:
         if slots is None:
             is_known = not recorded or recorded.rpartition(".")[2] == type(self._optimizer).__name__
             return lacking if is_known or not self._slots else [*lacking, f"slots that are not known: {_HAVE_STATE}"]
-        of_all = [self._slots_stored(fqn) for fqn in self._here if self._slots.get(fqn)]
+        of_all = [
+            {split_key(str(self._parts.get(key, (key,))[0]), self._here)[2] for key in keys}
+            for keys in (
+                [f"state.{fqn}.{name}" for name in self._slots[fqn]] for fqn in self._here & self._slots.keys()
+            )
+            if keys
+        ]
         return lacking + [f"the slot {slot!r}" for slot in sorted(slots) if any(slot not in names for names in of_all)]
-
-    def _slots_stored(self, fqn: str) -> set[str]:
-        keys = (f"state.{fqn}.{name}" for name in self._slots[fqn])
-        return {split_key(str(self._parts.get(key, (key,))[0]), self._here)[2] for key in keys}
 
     def _slots_needed(self) -> set[str] | None:
         """Return the slots that the optimizer has for every parameter; None if they are not known yet."""
@@ -356,34 +366,34 @@ class OptimizerLoad:
         touched = state.keys() | fields.keys()
         groups = [self._group_fields(number, names, fields) for number, names in enumerate(self._groups)]
         if self._fsdp1:
+            from dcp_plugin.core.state import fsdp1  # only such modules need it
+
             nested_groups = [
                 {**fields_of(group), **new, "params": names}
                 for group, new, names in zip(self._optimizer.param_groups, groups, self._groups, strict=True)
             ]
             if touched != self._here:
                 # Torch replaces the complete state, so the state of the other parameters is given back to it.
-                now = gather_fsdp1_optimizer(self._module, self._optimizer)["state"]
+                now = fsdp1.gather_optimizer(self._module, self._optimizer)["state"]
                 state = {**{fqn: slots for fqn, slots in now.items() if fqn not in touched}, **state}
             nested = {"state": state, "param_groups": nested_groups}
             extras = {**self._live.extras, **self._trees_of(filled, EXTRA_STATE, self._live.extras)}
-            apply_fsdp1_optimizer(self._module, self._optimizer, nested, extras)
+            fsdp1.apply_optimizer(self._module, self._optimizer, nested, extras)
             return
         slots: dict[str, dict[str, Any] | None] = {}
         for fqn in touched & self._here:
             if fqn in state:
                 # After a partial load of its slots, a parameter keeps the others.
-                kept = {} if self._is_complete(fqn, filled) else self._live.slots.get(fqn, {})
+                is_complete = all(f"state.{fqn}.{name}" in filled for name in self._slots[fqn]) and not any(
+                    key.startswith(f"state.{fqn}.") for key in self.wanted.lost_per_rank
+                )
+                kept = {} if is_complete else self._live.slots.get(fqn, {})
                 slots[fqn] = {**kept, **state[fqn]}
             elif fqn not in self._slots:  # the parameter had no gradient before the checkpoint
                 slots[fqn] = None
         global_state = self._trees_of(filled, GLOBAL, self._live.global_state)
         extras = self._trees_of(filled, EXTRA_STATE, self._live.extras)
         self._live.load(self._optimizer, slots, global_state, extras, groups)
-
-    def _is_complete(self, fqn: str, filled: Mapping[str, Any]) -> bool:
-        """Return whether ``filled`` has all state of a parameter that the checkpoint has."""
-        lost = any(key.startswith(f"state.{fqn}.") for key in self.wanted.lost_per_rank)
-        return all(f"state.{fqn}.{name}" in filled for name in self._slots[fqn]) and not lost
 
     def _trees_of(self, filled: Mapping[str, Any], name: str, current: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return the state that belongs to no parameter and is stored under a name. Keys that were not read keep their
@@ -445,12 +455,6 @@ _NUMBERED = (
     "has numbers instead of parameter names in the checkpoint, and they do not fit: {}. Load it into an optimizer with "
     "the same parameters in the same order and groups"
 )
-
-
-def _is_slot_of(shape: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
-    """Return whether a slot may belong to a parameter: it has the parameter's shape, or is factored and has 1 in place
-    of some sizes."""
-    return len(shape) == len(parameter) and all(size in (1, of) for size, of in zip(shape, parameter, strict=True))
 
 
 _HAVE_STATE = (

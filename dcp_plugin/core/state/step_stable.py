@@ -14,7 +14,6 @@ Under FSDP1 no memory is step-stable, and none needs to be: its state dicts are 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from dcp_plugin.core.state.names import is_list_of, named_modules
 from dcp_plugin.core.tensors._torch import DTensor
-from dcp_plugin.core.tensors._torch_modules import own_buffers, own_parameters
+from dcp_plugin.core.tensors._torch_modules import buffers_in, own_parameters, parameters_in
 from dcp_plugin.core.types import ShardedValue
 
 
@@ -45,33 +44,29 @@ class StepStableMemory:
             if isinstance(object_, nn.Module):
                 children = [child for _, child in named_modules(object_)]
                 self.modules += [child for child in children if own_parameters(child)]
-                parameters = [parameter for child in children for _, parameter in own_parameters(child)]
+                parameters = parameters_in(children)
                 trained.update(_memory([parameter for parameter in parameters if parameter.requires_grad]))
                 unstable = [parameter for parameter in parameters if not parameter.requires_grad]
                 unstable += [
                     parameter for c in children if isinstance(c, AveragedModel) for parameter in c.parameters()
                 ]
-                self._unstable.update(_memory([*unstable, *(b for child in children for _, b in own_buffers(child))]))
+                self._unstable.update(_memory([*unstable, *buffers_in(children)]))
             elif isinstance(object_, torch.optim.Optimizer):
-                for slots in object_.state.values():
-                    if isinstance(slots, Mapping):
-                        self._slots |= {id(slot): slot for slot in slots.values() if slot is not None}
+                named = [slots for slots in object_.state.values() if isinstance(slots, Mapping)]
+                self._slots |= {id(slot): slot for slots in named for slot in slots.values() if slot is not None}
         self._unstable.add(0)  # the address of tensors without memory
         self._stable = trained - self._unstable
 
-    def __call__(self, leaves: Sequence[Any], memory: Sequence[tuple[torch.Tensor, ...]]) -> list[bool]:
-        """Return which leaves of the state, with their memory on this rank, are step-stable."""
+    def __call__(self, leaves: Sequence[Any], memory: Sequence[torch.Tensor]) -> list[bool]:
+        """Return which tensors are step-stable, given the leaf of the state that each is on this rank."""
         if not self._stable and not self._slots:
             return [False] * len(leaves)
         # A slot is stable unless it shares memory with unstable tensors. Any other leaf has to be a trained parameter.
-        memory_addresses = iter(_addresses([tensor for tensors in memory for tensor in tensors]))
         return [
-            self._unstable.isdisjoint(addresses)
+            address not in self._unstable
             if id(leaf.origin if type(leaf) is ShardedValue else leaf) in self._slots
-            else self._stable.issuperset(addresses)
-            for leaf, addresses in zip(
-                leaves, [list(itertools.islice(memory_addresses, len(tensors))) for tensors in memory], strict=True
-            )
+            else address in self._stable
+            for leaf, address in zip(leaves, _addresses(memory), strict=True)
         ]
 
 

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -27,12 +27,14 @@ from dcp_plugin.core.format.values import encode
 from dcp_plugin.core.paths import StorageOptions, as_path
 from dcp_plugin.core.records import LARGEST_CHUNK, BoxRead, OpenCheckpoint, ReadPlan
 from dcp_plugin.core.sources import SourceFiles
-from dcp_plugin.core.storage import fetch, reading
-from dcp_plugin.core.storage.fetch import Fetch
+from dcp_plugin.core.storage import reading
 from dcp_plugin.core.storage.open import check_files, open_checkpoint, open_files
 from dcp_plugin.core.storage.published import gone_or_damaged
 from dcp_plugin.core.tensors.host_memory import finish_device_work
 from dcp_plugin.core.tensors.kinds import fill, is_stored_whole
+
+if TYPE_CHECKING:
+    from dcp_plugin.core.storage.fetch import Fetch
 
 
 class _Box(NamedTuple):
@@ -185,7 +187,8 @@ class CheckpointReader:
             boxes += map(self._box_of_all, chunks)
             chunks = []
         boxes = self._recognised(boxes)
-        wholes, fetches, scaled = list[_Box](), list[Fetch](), list[BoxRead]()
+        wholes, scaled = list[_Box](), list[BoxRead]()
+        fetches: list[Fetch] = []
         for box in boxes:
             if box.read.is_scaled:
                 scaled.append(box.read)
@@ -310,6 +313,8 @@ class CheckpointReader:
         return encode(value)
 
     def _fetches(self, box: _Box, target: torch.Tensor) -> Iterator[Fetch]:
+        from dcp_plugin.core.storage import fetch  # complete chunks are read without
+
         (read, chunk, dtype), index = box, self.index
         key, offsets, sizes = read.key, read.offsets, read.sizes
         if (shape := tuple(target.shape)) != sizes:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,9 +29,11 @@ from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.payload import BlockHashes, Frame, block_size, hashes_in
 from dcp_plugin.core.media import RangedFile, Readable, ReadCost, bytes_behind, first_bytes, stretches
 from dcp_plugin.core.records import BoxRead
-from dcp_plugin.core.storage.fetch import Fetch, IntoMemory, Part
 from dcp_plugin.core.storage.published import gone_or_damaged
-from dcp_plugin.core.tensors.host_memory import READ_PIECE, Rings, device_of_thread, memory_view
+from dcp_plugin.core.tensors.host_memory import READ_PIECE, Rings, device_of_thread, equal_bytes, memory_view
+
+if TYPE_CHECKING:
+    from dcp_plugin.core.storage.fetch import Fetch, Part
 
 _MOST_PARTS = 256  # each has up to four pieces of memory; the system takes 1024 in a call
 
@@ -152,7 +154,8 @@ class BatchOfChunks(Batch):
         count.read += self.fill(file, _with_gaps(parts), self.begin, self.begin + self.nbytes)
         for chunk, view, expected in zip(self.chunks, views, self.hashes, strict=True):
             if expected and hashes_in(view) != expected:
-                # The check of a fetch raises the error that names the block.
+                from dcp_plugin.core.storage.fetch import IntoMemory  # its check raises the error that names the block
+
                 location, span = self.index.places.location(chunk.number), (0, len(view))
                 IntoMemory(chunk.key, location, [span], block_size(len(view)), 0, view).check(*span, [view])
 
@@ -315,27 +318,33 @@ def _read_batches(files: Readable, work: Iterator[Batch]) -> Count:
     return count
 
 
-def framed_item(file: RangedFile, begin: int, around: Frame) -> np.ndarray[Any, np.dtype[np.uint64]] | None:
-    """Read the item of a tensor at a position of a file, and return its hashes. Return None if the bytes around the
-    payload are not the expected frame. Raises OSError."""
-    payload, behind = begin + around.payload_offset, begin + around.payload_offset + around.payload_length
-    hashes = BlockHashes(block_size(around.payload_length))
-    for _, piece in pieces_between(file, payload, behind):
-        hashes.add(piece)
-    frame = read_between(file, begin, payload) + read_between(file, behind, begin + around.length)
-    return np.array(hashes.row, np.uint64) if frame == around.head + around.tail else None
+def equal_item(
+    file: RangedFile, begin: int, around: Frame, pieces: Iterable[memoryview], memory: memoryview
+) -> np.ndarray[Any, np.dtype[np.uint64]] | None:
+    """Compare an item of a file with a tensor, and return the hashes of the payload in the file. Return None if any
+    byte differs. Raises OSError.
+
+    Args:
+        begin: Position of the item in the file.
+        pieces: The bytes of the tensor.
+        memory: Memory for the largest piece.
+    """
+    head, tail = bytearray(len(around.head)), bytearray(len(around.tail))
+    hashes, before, at = BlockHashes(block_size(around.payload_length)), [memoryview(head)], begin
+    for expected in pieces:
+        piece = memory[: len(expected)]
+        # The head is read with the first piece. A thread may wait for the interpreter's lock after each call.
+        at += _filled(file, [*before, piece], at)
+        before = []
+        hashes.add(piece)  # while the processor's cache holds what was read: the tensor may displace it
+        if not equal_bytes(piece, expected):
+            return None
+    _filled(file, [*before, memoryview(tail)], at)
+    return np.array(hashes.row, np.uint64) if bytes(head + tail) == around.head + around.tail else None
 
 
-def pieces_between(file: RangedFile, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
-    """Yield the bytes of a range in pieces, each with its position. Raises OSError."""
-    memory = memoryview(bytearray(min(end - begin, READ_PIECE)))
-    for at in range(begin, end, READ_PIECE):
-        piece = memory[: end - at]
-        if file.fill([piece], at) < len(piece):
-            raise OSError(errno.EIO, "it became shorter while it was read")
-        yield at, piece
-
-
-def read_between(file: RangedFile, begin: int, end: int) -> bytes:
-    """Return the bytes of a range. Raises OSError."""
-    return b"".join(bytes(piece) for _, piece in pieces_between(file, begin, end))
+def _filled(file: RangedFile, memory: list[memoryview], at: int) -> int:
+    """Fill the memory from a position of a file. Return the number of bytes. Raises OSError."""
+    if (count := file.fill(memory, at)) < sum(map(len, memory)):
+        raise OSError(errno.EIO, "it became shorter while it was read")
+    return count

@@ -8,7 +8,7 @@ nothing from another. Only files can be linked, so stable items are in separate 
   other reason. Frozen parameters follow the same rule: being frozen only makes a parameter worth hashing.
 - A file is linked if it still is the one that was written then, and at least 7/8 of its bytes are unchanged items. The
   unchanged items of other files are written again.
-- A file that another process has written is verified before it is linked.
+- A file that another process has written is compared with memory, byte by byte, before it is linked.
 - Each rank decides alone about the items that it writes. A failure here is never an error: the bytes are in memory, and
   are written.
 
@@ -21,14 +21,16 @@ twice as many equal samples. The index marks the files of stable items, so that 
 The index of another process is only a claim. A load compares its hashes with the bytes that it reads, but a link reads
 nothing. Without verification, unread bytes would enter the next checkpoint: those of a disk that lost data, or of an
 attacker who stored other weights under the hash of those in memory. Only the places of the items are taken from the
-index; their hashes are computed again.
+index. Their bytes are compared with those in memory, and the new checkpoint gets hashes of the bytes in the file.
 """
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -37,13 +39,13 @@ from dcp_plugin.core.errors import CheckpointError, logger
 from dcp_plugin.core.format.columns import Location, in_all
 from dcp_plugin.core.format.index import CheckpointIndex
 from dcp_plugin.core.format.payload import frame_if_possible, hashes_of, padded, sample_of
-from dcp_plugin.core.media import CannotLink, DataFile, Medium, RangedFile, stretches
+from dcp_plugin.core.media import CannotLink, DataFile, Medium, stretches
 from dcp_plugin.core.paths import Where
 from dcp_plugin.core.records import NewItem
 from dcp_plugin.core.storage.reader import CheckpointReader
-from dcp_plugin.core.storage.reading import framed_item
+from dcp_plugin.core.storage.reading import equal_item
 from dcp_plugin.core.storage.write_items import Destination
-from dcp_plugin.core.tensors.host_memory import finish_device_work
+from dcp_plugin.core.tensors.host_memory import BLOCK, READ_PIECE, Rings, device_of_thread, finish_device_work
 
 WORTH_LINKING = 64 << 10
 """Least bytes of all stable items of a rank together; with fewer, they are written among the others. Also the least
@@ -137,13 +139,19 @@ class Reuse:
         why_not = self._recall(items.values())
         finish_device_work(tensors.values())
         previous = {slot: self._known.get(item, _Known()) for slot, item in items.items()}
-        # Items without a hash cannot be linked yet. The files of the others are verified while their hashes are
-        # computed.
-        certain = [slot for slot, record in previous.items() if record.hash is not None]
-        with _Verification({slot: previous[slot] for slot in certain}, items, to.medium, to.io_threads) as verification:
-            hashes = dict(zip(certain, hashes_of([tensors[slot] for slot in certain], to.io_threads), strict=True))
-            same = {slot: previous[slot] for slot in certain if hashes[slot] == previous[slot].hash}
-            linked, reason = _link(same, verification, to)
+        certain = {slot: record for slot, record in previous.items() if record.hash is not None}
+        comparisons = _compare(certain, items, tensors, to)
+        # A comparison has hashed the bytes that are equal. Items without a known hash cannot be linked yet.
+        hashes = {
+            slot: _hash(at)
+            for part in chain(*comparisons.values())
+            if part.exception() is None
+            for slot, at in part.result()[1].items()
+        }
+        others = [slot for slot in certain if slot not in hashes]
+        hashes |= zip(others, hashes_of([tensors[slot] for slot in others], to.io_threads), strict=True)
+        same = {slot: record for slot, record in certain.items() if hashes[slot] == record.hash}
+        linked, reason = _link(same, comparisons, to)
         # The knowledge for the next save. It becomes valid only in published(), since this save may fail.
         self._pending = {}
         stable: set[int] = set()
@@ -225,10 +233,10 @@ class Reuse:
             elif location.file not in index.linkable or "/" in location.file:
                 continue
             elif self._known.get(item, _Known()).hash != _hash(location):
-                home, size = reader.path / location.file, index.files[location.file]
-                homes = tuple(dict.fromkeys((home, path / location.file)))
-                file = files.setdefault(location.file, DataFile(homes, size))
-                self._known[item] = _Known(hash=_hash(location), file=file, location=location)
+                name = location.file
+                if name not in files:
+                    files[name] = DataFile(tuple(dict.fromkeys((reader.path / name, path / name))), index.files[name])
+                self._known[item] = _Known(hash=_hash(location), file=files[name], location=location)
         return why_not
 
 
@@ -243,7 +251,7 @@ def _looked_at(data: torch.Tensor, frozen: bool, before: _Known) -> tuple[_Known
 
 
 def _link(
-    same: Mapping[int, _Known], verification: _Verification, to: Destination
+    same: Mapping[int, _Known], comparisons: Mapping[DataFile, list[_Part]], to: Destination
 ) -> tuple[dict[int, tuple[DataFile, Location]], str]:
     """Link the files of which enough is unchanged. Return the new location of each item, and why not more was
     linked."""
@@ -254,8 +262,15 @@ def _link(
         name = to.free_name(names)
         try:
             if file.identity is None:  # this process has not written it
-                file, verified = verification.of(file)
-                locations = {slot: verified[slot] for slot in locations}
+                identified, compared = zip(*(part.result() for part in comparisons[file]), strict=True)
+                if len(set(identified)) > 1:
+                    raise CannotLink("another file has taken its name just now")
+                equal = dict(ChainMap(*compared))
+                if not equal.keys() >= locations.keys():
+                    raise CannotLink(
+                        f"what is in {file.homes[0].name} are not the bytes that its index says; see dcp_plugin.verify"
+                    )
+                file, locations = identified[0], {slot: equal[slot] for slot in locations}
             target = to.medium.link_file(file, to.directory / name)
         except (CannotLink, OSError) as error:
             why_not = str(error)
@@ -306,62 +321,53 @@ def _hash(location: Location) -> bytes:
     return location.hashes.tobytes()
 
 
-class _Verification:
-    """Reader of files that may be linked and that another process has written.
+_Part = Future[tuple[DataFile, dict[int, Location]]]
+"""Result for some items of a file: the file with its identity, and the locations of the items whose bytes are equal."""
 
-    It runs while the items in memory are hashed, since reading waits for the disk and leaves the processor free. The
-    first save after a resume may read a complete frozen backbone. Each thread reads and hashes neighbours, for which
-    the system reads ahead.
+
+def _compare(
+    records: Mapping[int, _Known], items: Mapping[int, Item], tensors: Mapping[int, torch.Tensor], to: Destination
+) -> dict[DataFile, list[_Part]]:
+    """Compare the tensors in memory with the files that may be linked and that another process has written.
+
+    The first save after a resume may read a complete frozen backbone. Each thread reads neighbours, for which the
+    system reads ahead. It compares each piece as soon as it is read. Further threads that hash the tensors meanwhile
+    would take the processor and the interpreter's lock from the readers.
     """
-
-    def __init__(
-        self, records: Mapping[int, _Known], item_at: Mapping[int, Item], medium: Medium, threads: int
-    ) -> None:
-        self._item_at, self._medium = item_at, medium
-        self._needless = False
-        self._parts: dict[DataFile, list[Future[tuple[DataFile, dict[int, Location]]]]] = {}
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="dcp-verify")
-        for file, locations in _worth_linking(records).items():
-            if file.identity is None:
-                in_order = sorted(locations.items(), key=lambda item: item[1].offset)
-                work = stretches([at.length for _, at in in_order], threads)
-                parts = (dict(in_order[number] for number in some) for some in work if some)
-                self._parts[file] = [self._pool.submit(self._read, file, part) for part in parts]
-
-    def __enter__(self) -> _Verification:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._needless = True  # ends the reads of files whose items have changed, so that the save does not wait
-        self._pool.shutdown(cancel_futures=True)
-
-    def of(self, file: DataFile) -> tuple[DataFile, dict[int, Location]]:
-        """Return the file with its identity, and the locations of its items, with hashes of the bytes in the file.
-
-        Raises:
-            CannotLink: The file has other bytes.
-        """
-        parts = [part.result() for part in self._parts[file]]
-        (identity, _), *more = parts
-        if any(other != identity for other, _ in more):
-            raise CannotLink("another file has taken its name just now")
-        return identity, {slot: at for _, some in parts for slot, at in some.items()}
-
-    def _read(self, file: DataFile, locations: Mapping[int, Location]) -> tuple[DataFile, dict[int, Location]]:
-        verified = dict[int, Location]()
-        with file.opened(self._medium) as (opened, identity):
-            for slot, at in locations.items():
-                if self._needless:
-                    raise CannotLink("its items have changed")
-                verified[slot] = _verified_item(opened, self._item_at[slot], at)
-        return identity, verified
+    comparisons: dict[DataFile, list[_Part]] = {}
+    parts: list[list[tuple[int, Location]]] = []
+    try:
+        with ThreadPoolExecutor(to.io_threads, "dcp-verify", device_of_thread()) as pool:
+            for file, locations in _worth_linking(records).items():
+                if file.identity is None:
+                    in_order = sorted(locations.items(), key=lambda item: item[1].offset)
+                    work = stretches([at.length for _, at in in_order], to.io_threads)
+                    parts += (of_file := [[in_order[number] for number in some] for some in work if some])
+                    comparisons[file] = [
+                        pool.submit(_equal_items, file, part, items, tensors, to.medium) for part in of_file
+                    ]
+    finally:
+        for part in parts:
+            part.clear()  # after Ctrl-C, the threads end with the item that they read
+    return comparisons
 
 
-def _verified_item(file: RangedFile, item: Item, at: Location) -> Location:
-    around = frame_if_possible(item.dtype, item.sizes)
-    if around is None or (at.length, at.payload_offset) != (around.length, around.payload_offset):
-        raise CannotLink("another version of torch or of dcp_plugin has saved it")
-    hashes = framed_item(file, at.offset, around)
-    if hashes is None or hashes.tobytes() != _hash(at):
-        raise CannotLink(f"what is in {at.file} are not the bytes that its index says; see dcp_plugin.verify")
-    return replace(at, payload_length=around.payload_length, frame=around.hash, hashes=hashes)
+def _equal_items(
+    file: DataFile,
+    locations: Sequence[tuple[int, Location]],
+    items: Mapping[int, Item],
+    tensors: Mapping[int, torch.Tensor],
+    medium: Medium,
+) -> tuple[DataFile, dict[int, Location]]:
+    """Return the file with its identity, and the locations of the items that are equal, with hashes of their bytes in
+    the file."""
+    rings, memory, equal = Rings(), np.empty(BLOCK, np.uint8).data, dict[int, Location]()
+    with file.opened(medium) as (opened, identified):
+        for slot, at in locations:
+            around = frame_if_possible(items[slot].dtype, items[slot].sizes)
+            if around is None or (at.length, at.payload_offset) != (around.length, around.payload_offset):
+                raise CannotLink("another version of torch or of dcp_plugin has saved it")
+            pieces = rings.pieces(tensors[slot], READ_PIECE)
+            if (hashes := equal_item(opened, at.offset, around, pieces, memory)) is not None:
+                equal[slot] = replace(at, payload_length=around.payload_length, frame=around.hash, hashes=hashes)
+    return identified, equal

@@ -185,13 +185,13 @@ def undo_transforms(data: bytes | bytearray, descriptors: Sequence[str], limit: 
     return stream.read(limit)
 
 
-def version_of(tensor: torch.Tensor) -> int | None:
-    """Return the number of in-place changes of the tensor and its views; None for inference tensors, which count none.
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int | None]:
+    """Return the number of in-place changes of each tensor and its views; None for inference tensors, which count none.
 
     Autograd uses the counter to detect tensors that changed before backward. The counter is documented in its notes,
     but has no public name.
     """
-    return None if tensor.is_inference() else tensor._version
+    return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 @contextmanager

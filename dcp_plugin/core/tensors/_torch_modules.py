@@ -72,9 +72,13 @@ def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
 
 
-def own_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return ``named_buffers(recurse=False)`` in a tenth of the time."""
-    return [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
+def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Return the own parameters of each module, in one pass: a save asks for those of thousands of modules."""
+    return [parameter for module in modules for parameter in module._parameters.values() if parameter is not None]
+
+
+def buffers_in(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    return [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
 
 
 def own_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -101,8 +105,11 @@ def own_state(module: nn.Module) -> dict[str, torch.Tensor]:
 
     Torch has no public list of the persistent buffers.
     """
-    buffers = {name: b for name, b in own_buffers(module) if name not in module._non_persistent_buffers_set}
-    return {**dict(own_parameters(module)), **buffers}
+    return dict(own_parameters(module)) | {
+        name: buffer
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
 
 
 def reparametrized(module: nn.Module) -> dict[str, str]:
@@ -251,14 +258,18 @@ def slots_of_torch(optimizer: torch.optim.Optimizer) -> set[str] | None:
 
 def overrides_load_state_dict(module: nn.Module) -> bool:
     """Return whether a module has a ``load_state_dict`` that is not torch's."""
-    overrides = type(module).load_state_dict is not nn.Module.load_state_dict
-    return overrides or overrides_on_instance(module, "load_state_dict")
+    return type(module).load_state_dict is not nn.Module.load_state_dict or overrides_on_instance(
+        module, "load_state_dict"
+    )
 
 
 def overrides_state_dict(module: nn.Module) -> bool:
     """Return whether a module has a ``state_dict`` or a ``load_state_dict`` that is not torch's."""
-    overrides = type(module).state_dict is not nn.Module.state_dict or overrides_on_instance(module, "state_dict")
-    return overrides or overrides_load_state_dict(module)
+    return (
+        type(module).state_dict is not nn.Module.state_dict
+        or overrides_on_instance(module, "state_dict")
+        or overrides_load_state_dict(module)
+    )
 
 
 def takes_argument(function: Callable[..., Any], name: str) -> bool:
@@ -334,6 +345,15 @@ def restore_quantization(module: nn.Module, values: Mapping[str, Any]) -> None:
             vars(parameter.quant_state).update(vars(made))  # the layer holds the same object
 
 
+def pre_load_hooks(module: nn.Module) -> dict[int, Callable[..., None]]:
+    """Return the hooks that run before a module is loaded, also as a part of an outer one, by the id of their handle.
+
+    The public ``register_load_state_dict_pre_hook`` makes a wrapper and a handle for each module. They take a tenth of
+    the time of a lazy save.
+    """
+    return module._load_state_dict_pre_hooks
+
+
 def has_post_load_hooks(module: nn.Module) -> bool:
     """Return whether user code runs after a submodule was loaded."""
     return any(not _is_harmless(hook) for hook in module._load_state_dict_post_hooks.values())
@@ -362,12 +382,12 @@ def has_extra_state(module: nn.Module) -> bool:
 _RESHARDS = "FSDPParamGroup._register_state_dict_hooks.<locals>.to_sharded_hook"
 
 
-def reshard(module: nn.Module) -> None:
-    """Put the sharded parameters of one FSDP2 module back in place, as FSDP2 does before ``state_dict()``.
+def reshard(modules: Iterable[nn.Module]) -> None:
+    """Put the sharded parameters of FSDP2 modules back in place, as FSDP2 does before ``state_dict()``.
 
     The public ``FSDPModule.reshard`` does nothing after an exception in a forward pass.
     """
-    for hook in tuple(module._state_dict_pre_hooks.values()):
+    for hook in [hook for module in modules for hook in module._state_dict_pre_hooks.values()]:
         if getattr(hook, "__qualname__", "") == _RESHARDS and _is_harmless(hook):
             hook()
 

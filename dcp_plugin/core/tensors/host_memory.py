@@ -12,6 +12,7 @@ import ctypes
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ The page cache stores a piece as one unit, so smaller pieces are slower to read.
 and a save waits for that.
 """
 BLOCK = 4 << 20
+_memcmp = ctypes.CDLL(None).memcmp  # loaded once: that takes longer than to compare a piece in the cache
 _BLOCKS = 3  # one block is being written or read while two are being copied
 
 
@@ -133,6 +135,13 @@ def memory_view(tensor: torch.Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
+def equal_bytes(one: memoryview, other: memoryview) -> bool:
+    """Return whether two pieces of writable memory of the same length are equal."""
+    # ctypes passes an array as its address, and releases the interpreter's lock during the call. Objects of Python are
+    # compared with the lock, and numpy writes a third array.
+    return bool(_memcmp(*map((ctypes.c_char * 0).from_buffer, (one, other)), ctypes.c_size_t(len(one))) == 0)
+
+
 def address_of(tensor: torch.Tensor) -> int:
     """Return the address of the tensor's memory. It is 0 only for a tensor without elements.
 
@@ -153,8 +162,9 @@ def bytes_at(addresses: np.ndarray[Any, np.dtype[np.int64]], count: int) -> np.n
     # One numpy index on a view of the complete address range, instead of a read in Python for each address. It touches
     # only the bytes at the addresses: memory between them may be unmapped.
     first = int(addresses.min())
-    between = (ctypes.c_ubyte * (int(addresses.max()) + count - first)).from_address(first)
-    memory, places = np.frombuffer(memoryview(between), np.uint8), addresses - first
+    # A ctypes array would be of a new type for each length, and a type is slow to make and becomes garbage.
+    between = {"data": (first, True), "shape": (int(addresses.max()) + count - first,), "typestr": "|u1", "version": 3}
+    memory, places = np.asarray(SimpleNamespace(__array_interface__=between)), addresses - first
     if count in (2, 4, 8) and not (places % count).any():  # aligned elements need one index each, not one per byte
         return np.asarray(memory.view(f"u{count}")[places // count][..., None].view(np.uint8))
     return np.asarray(memory[places[..., None] + np.arange(count)])

@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 
 from dcp_plugin.core.errors import EXPLAINED
 from dcp_plugin.core.types import VERSION
-from dcp_plugin.tools.cli import compare, inspection, load_plan, probing, runs, transfers
+from dcp_plugin.tools.cli import compare, inspection, probing, runs, transfers
 from dcp_plugin.tools.cli.terminal import Answer, reported
 
 _OTHER_NAMES = {"info": "inspect", "show": "inspect", "convert": "export", "rm": "prune", "delete": "prune"}
@@ -116,7 +116,7 @@ COMMANDS: dict[str, tuple[Callable[..., Answer | None], str, str]] = {
     "prune": (runs.prune_command, "", "Delete the checkpoints that no rule keeps."),
     "copy": (transfers.copy_command, "cp", "Copy checkpoints between disks and buckets."),
     "report": (runs.report_command, "", "Write one page about a run."),
-    "load-plan": (load_plan.load_plan_command, "", "Show what a partial load would take."),
+    "load-plan": (inspection.load_plan_command, "", "Show what a partial load would take."),
     "doctor": (probing.doctor_command, "", "Probe what a save will find in a place."),
     "prove": (probing.prove_command, "", "Try whether a training resumes exactly."),
     "explain": (explain_command, "", "Explain an error."),

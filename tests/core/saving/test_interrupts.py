@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ from dcp_plugin.core.media.objects import commit as objects
 from dcp_plugin.core.media.objects.client import client_of
 from dcp_plugin.core.paths import as_path
 from dcp_plugin.core.saving.queue import SaveQueue
+from dcp_plugin.core.staging.snapshot import HostPool
 from dcp_plugin.tiers import locks
 from tests.limits import HANG
 from tests.places import is_tidy
@@ -72,6 +73,27 @@ def test_an_abandoned_directory_is_closed(kind: Any, tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     kind(tmp_path)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("is_freed", [True, False])
+def test_pinned_memory_is_unregistered_once_when_it_is_freed_or_dropped(
+    is_freed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU: the calls of CUDA are noted."""
+    noted: list[str] = []
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda *_: noted.append("register"), cudaHostUnregister=lambda _: noted.append("unregister")
+    )
+    for name, value in {"cudart": runtime, "check_error": None, "is_initialized": True}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    pool, calls = HostPool(), []
+    pool._slabs[False, True].of_size(4096)
+    if is_freed:
+        pool.free()
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code) if event == "call" else None)
+    del pool
+    sys.setprofile(None)
+    assert noted == ["register", "unregister"] and bool(calls) is not is_freed
 
 
 MOMENTS: dict[str, tuple[Any, str]] = {

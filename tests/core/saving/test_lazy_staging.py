@@ -27,7 +27,7 @@ from dcp_plugin.core.staging import guard
 from dcp_plugin.core.staging.snapshot import HostPool, Snapshot
 from dcp_plugin.core.tensors._torch import sharded_value
 from dcp_plugin.core.types import ShardedValue
-from tests.compare import assert_same, flat, only_tensors
+from tests.compare import assert_same, flat, only_tensors, weights_of
 from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
 from tests.limits import HANG
@@ -328,14 +328,12 @@ def test_a_change_that_no_version_counts_fails_that_save_and_the_next_ones_copy_
 
 @pytest.mark.parametrize("shape", [(1,), (3,), (8, 5), (4, 3, 5, 5)])
 def test_a_write_to_all_of_a_tensor_is_noticed_whatever_its_shape_and_strides(shape: tuple[int, ...]) -> None:
-    from dcp_plugin.core.staging.snapshot import _Later, _Sample, _Streams
+    from dcp_plugin.core.staging.snapshot import _Sample, _Streams
 
     for tensor in (torch.zeros(shape), torch.zeros(shape).to(torch.bfloat16), torch.zeros(shape).transpose(0, -1)):
         if tensor.dim() == 4:
             tensor = tensor.contiguous(memory_format=torch.channels_last)
-        sample = _Sample(
-            [_Later("one", tensor, (tensor,), ()), _Later("nan", nan := torch.full((2,), torch.nan), (nan,), ())]
-        )
+        sample = _Sample([("one", tensor), ("nan", torch.full((2,), torch.nan))])
         assert sample.differs(_Streams([])) == set()
         tensor.data.add_(1)
         assert sample.differs(_Streams([])) == {"one"}
@@ -355,13 +353,14 @@ def test_a_save_that_cannot_begin_holds_nobody_back(tmp_path: Path) -> None:
 class _RefusesHooks(nn.Linear):
     """A module that lets a lazy copy begin, and fails where the save would delay loads into it."""
 
-    def register_load_state_dict_pre_hook(self, hook: Any) -> Any:
-        raise RuntimeError("this module takes no hooks")
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self._load_state_dict_pre_hooks = {}  # without weak references, which the handle of a hook needs
 
 
 FAILING: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "values": (lambda: {"bad": {"x": Path}}, dcp.UnsafeCheckpoint, r"bad\.x"),
-    "hooks": (lambda: {"refuses": _RefusesHooks(2, 2)}, dcp.SaveFailed, "takes no hooks"),
+    "hooks": (lambda: {"refuses": _RefusesHooks()}, dcp.SaveFailed, "weak reference"),
 }
 
 
@@ -460,7 +459,53 @@ def _move_the_data(model: Any, optimizer: torch.optim.Optimizer) -> None:
         parameter.data = parameter.data.clone().double()
 
 
+def _swap_layers(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.inp, model.out = model.out, model.inp
+
+
+class _LoRA(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Parameter(torch.randn(2, base.in_features))
+        self.up = nn.Parameter(torch.randn(base.out_features, 2))
+
+
+def _add_lora(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.block[0] = _LoRA(model.block[0])
+
+
+def _merge_lora(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    adapted = _LoRA(model.block[0])
+    with torch.no_grad():
+        adapted.base.weight += adapted.up @ adapted.down  # in place, in the base that takes the place of the adapted
+    model.block[0] = adapted.base
+
+
+def _override_the_state_dict(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    own = type(model.block[0]).state_dict
+
+    def renamed(*args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        state = own(model.block[0], *args, prefix=prefix, **kwargs)
+        state[f"{prefix}renamed"] = state.pop(f"{prefix}weight") * 2
+        return state
+
+    model.block[0].state_dict = renamed
+
+
 BETWEEN_SAVES: dict[str, Change] = {
+    "swap_layers": _swap_layers,
+    "add_lora": _add_lora,
+    "override_the_state_dict": _override_the_state_dict,
+    "hook_before_the_state_dict": lambda model, optimizer: model.register_state_dict_pre_hook(
+        lambda module, prefix, keep_vars: module.register_buffer("calls", torch.ones(3))
+    ),
+    "hook_loads": lambda model, optimizer: model.block.register_load_state_dict_pre_hook(
+        lambda module, state, prefix, *rest: state.update({f"{prefix}0.bias": torch.zeros(5)})
+    ),
+    "hook_after_loads": lambda model, optimizer: model.block.register_load_state_dict_post_hook(
+        lambda module, incompatible: module[0].weight.data.zero_()
+    ),
     "replace_a_parameter": _replace_a_parameter,
     "add_a_group": _add_a_group,
     "freeze": lambda model, optimizer: model.block[0].weight.requires_grad_(False),
@@ -489,6 +534,25 @@ def test_what_changes_between_two_saves_is_in_the_second(change: str, tmp_path: 
     fresh = dcp.Checkpointer()
     fresh.save({"model": model, "optim": optimizer}, tmp_path / "expected")
     assert_same(_saved(tmp_path / "second"), _saved(tmp_path / "expected"))
+
+
+BETWEEN_COPIES: dict[str, Change] = {**BETWEEN_SAVES, "merge_lora": _merge_lora}
+"""Changes after the copy of the first save. A merge writes in place, which fails a save whose copy is under way."""
+
+
+@pytest.mark.parametrize("change", BETWEEN_COPIES)
+def test_each_of_two_saves_has_the_state_dict_that_stock_returns_at_its_call(change: str, tmp_path: Path) -> None:
+    model, optimizer = build("plain")
+    train(model, optimizer, 1)
+    ours = dcp.Checkpointer(async_save=True, staging="lazy")
+    expected = {"first": copy.deepcopy(model.state_dict())}
+    ours.save({"model": model, "optim": optimizer}, tmp_path / "first").wait_staged()
+    BETWEEN_COPIES[change](model, optimizer)
+    expected["second"] = copy.deepcopy(model.state_dict())
+    ours.save({"model": model, "optim": optimizer}, tmp_path / "second")
+    ours.close()
+    for name, state in expected.items():
+        assert_same(weights_of(_saved(tmp_path / name)), state)
 
 
 _TASKS = """

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 import dcp_plugin as dcp
+from dcp_plugin.core.format import payload
 from dcp_plugin.core.format.columns import Location
 from dcp_plugin.core.format.payload import SMALLEST_BLOCK
 from dcp_plugin.core.storage import reuse
 from dcp_plugin.core.storage.reuse import Reuse
 from dcp_plugin.core.storage.stream_copy import check_of
 from tests.compare import assert_same
+from tests.damage import flip_byte
 
 NUMBERS = 3 * SMALLEST_BLOCK // 4 + 5
 
@@ -145,6 +147,36 @@ def test_hashes_are_those_of_the_written_bytes_if_tensors_change_after_they_were
     assert dcp.verify(tmp_path / "2").ok
 
 
+def test_the_first_save_after_a_resume_hashes_each_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, hashed, digest = _state(0), list[int](), payload.xxh3_64_intdigest
+    with dcp.Checkpointer() as ours:
+        for step in range(2):
+            ours.save(state, tmp_path / str(step))
+    with dcp.Checkpointer() as resumed:
+        resumed.load(state, tmp_path / "1")
+        monkeypatch.setattr(payload, "xxh3_64_intdigest", lambda data: hashed.append(len(data)) or digest(data))
+        resumed.save(state, tmp_path / "2")
+    assert hashed == [SMALLEST_BLOCK] * 3 * len(state)
+    assert dcp.inspect(tmp_path / "2").bytes_reused > 2 * 4 * NUMBERS
+
+
+def test_the_first_save_after_a_resume_links_no_file_with_a_flipped_bit_anywhere_in_an_item(tmp_path: Path) -> None:
+    state = _state(0)
+    with dcp.Checkpointer(io={"threads": 1}) as ours:
+        for step in range(2):
+            ours.save(state, tmp_path / str(step))
+    file, place = _place(tmp_path / "1", "a")
+    begin = place.offset + (place.payload_offset or 0)
+    end = begin + place.payload_length
+    for at in (place.offset, begin - 1, begin, begin + SMALLEST_BLOCK, end - 1, end, place.offset + place.length - 1):
+        flip_byte(file, at)
+        with dcp.Checkpointer(io={"verify": False}) as resumed:
+            resumed.load({"n": 0}, tmp_path / "1", strict=False)
+            resumed.save(state, tmp_path / "2")
+        assert dcp.inspect(tmp_path / "2").bytes_reused == 0 and dcp.verify(tmp_path / "2").ok
+        flip_byte(file, at)
+
+
 def test_after_a_resume_only_what_was_stable_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {**_state(0), "changing": torch.zeros(NUMBERS)}
     with dcp.Checkpointer() as ours:
@@ -152,12 +184,10 @@ def test_after_a_resume_only_what_was_stable_is_examined(tmp_path: Path, monkeyp
             state["changing"] += 1
             ours.save(state, tmp_path / str(step))
     examined: list[int] = []
-    hashes_of = reuse.hashes_of
-    monkeypatch.setattr(
-        reuse, "hashes_of", lambda tensors, threads: examined.append(len(tensors)) or hashes_of(tensors, threads)
-    )
+    equal_item = reuse.equal_item
+    monkeypatch.setattr(reuse, "equal_item", lambda *item: examined.append(1) or equal_item(*item))
     with dcp.Checkpointer() as resumed:
         resumed.load(state, tmp_path / "1")
         resumed.save(state, tmp_path / "2")
-    assert examined == [2]
+    assert examined == [1, 1]
     assert dcp.inspect(tmp_path / "2").bytes_reused > 2 * 4 * NUMBERS

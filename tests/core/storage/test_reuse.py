@@ -170,6 +170,37 @@ def test_other_weights_than_those_that_were_loaded_are_written(tmp_path: Path, e
     _check_alone(tmp_path / "1", other)
 
 
+def test_a_resumed_run_reuses_a_tensor_that_is_not_contiguous_until_its_last_element_changes(
+    tmp_path: Path, events: list[SaveFinished]
+) -> None:
+    model, weight = nn.Module(), nn.Parameter(torch.randn(1500, 1000).t(), requires_grad=False)
+    model.register_parameter("weight", weight)
+    dcp.save({"model": model}, tmp_path / "0")
+    for change in (0.0, 1.0):
+        ours = dcp.Checkpointer()
+        ours.load({"model": model}, tmp_path / "0")
+        weight[-1, -1] += change
+        ours.save({"model": model}, tmp_path / f"after {change}")
+        _check_alone(shutil.copytree(tmp_path / f"after {change}", tmp_path / f"{change}" / "alone"), model)
+    assert [event.bytes_reused >= weight.nbytes for event in events] == [False, True, False]
+
+
+def test_an_index_with_other_hashes_than_memory_and_file_links_nothing(
+    tmp_path: Path, events: list[SaveFinished]
+) -> None:
+    model, optimizer = build()
+    dcp.save(_state(model, optimizer), tmp_path / "0")
+    index = index_file.decode((tmp_path / "0" / INDEX).read_bytes(), dcp_sha(tmp_path / "0"), "the index")
+    index.columns["hash"] = index.columns["hash"] + np.uint64(1)
+    (tmp_path / "0" / INDEX).write_bytes(index_file.encode(index))
+    change_summary(tmp_path / "0", index_sha256=dcp_sha(tmp_path / "0"))
+    ours = dcp.Checkpointer(io={"verify": False})
+    ours.load({"n": 0}, tmp_path / "0", strict=False)
+    ours.save(_state(model, optimizer), tmp_path / "1")
+    assert events[1].bytes_reused == 0
+    _check_alone(tmp_path / "1", model)
+
+
 @pytest.mark.parametrize("async_save", [False, True], ids=["blocking", "in the background"])
 def test_overwriting_the_base_links_from_it_before_it_is_gone(
     place: Where, events: list[SaveFinished], async_save: bool

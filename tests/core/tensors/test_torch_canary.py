@@ -22,11 +22,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 import dcp_plugin as dcp
 from dcp_plugin.core.format.pickles.unpickler import FILE, load
 from dcp_plugin.core.format.torch_archive import Archive
-from dcp_plugin.core.state.module import gather_fsdp1_module, same_flat_parameter
+from dcp_plugin.core.state.fsdp1 import gather_module
+from dcp_plugin.core.state.module import same_flat_parameter
 from dcp_plugin.core.state.names import parameter_names
 from dcp_plugin.core.tensors import _torch, _torch_modules, _torch_sharded, kinds
 from tests.compare import full, same_bytes
@@ -95,7 +97,22 @@ def test_a_module_keeps_its_own_parameters_and_buffers_where_we_look() -> None:
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3, bias=False))
     for child in model.modules():
         assert list(_torch_modules.own_parameters(child)) == list(child.named_parameters(recurse=False))
-        assert list(_torch_modules.own_buffers(child)) == list(child.named_buffers(recurse=False))
+    assert list(map(id, _torch_modules.parameters_in(model.modules()))) == list(map(id, model.parameters()))
+    assert list(map(id, _torch_modules.buffers_in(model.modules()))) == list(map(id, model.buffers()))
+
+
+def test_a_hook_of_several_modules_runs_before_a_load_into_each_until_its_handle_removes_it() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    called: list[object] = []
+    hooks = list(map(_torch_modules.pre_load_hooks, model))
+    handle = RemovableHandle(hooks[0], extra_dict=hooks[1:])
+    for of_module in hooks:
+        of_module[handle.id] = lambda *args: called.append(args[1])
+    model.load_state_dict(model.state_dict())
+    assert called == ["0.", "1."]
+    handle.remove()
+    model[0].load_state_dict(model[1].state_dict())
+    assert len(called) == 2
 
 
 def test_modules_and_parameters_of_a_union_are_found_under_any_name() -> None:
@@ -161,7 +178,7 @@ def test_fsdp1_names_its_flat_parameters_and_its_shards_can_be_rebuilt() -> None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     names = parameter_names(model)
     assert [names[id(p)] for p in optimizer.param_groups[0]["params"]] == [["weight", "bias"]]
-    value = gather_fsdp1_module(model)["weight"]
+    value = gather_module(model)["weight"]
     made = _torch.empty_like(value, torch.float64)
     for new, old in zip(made.local_shards(), value.local_shards(), strict=True):
         new.tensor.copy_(old.tensor)

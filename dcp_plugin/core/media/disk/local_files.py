@@ -138,12 +138,14 @@ class PinnedFiles(LocalFiles):
         super().__init__(directory)
         self._descriptor: int | None = None
         self._pinned: dict[str, LocalFile] = {}
+        self._opened = ExitStack()
+        self._close = posix.close_when_dropped(self, self._opened.close)
         self._refused: OSError | None = None
         try:
             self._descriptor = os.open(directory, _TO_HOLD)
+            self._opened.callback(os.close, self._descriptor)
         except OSError as error:
             self._refused = error
-        self._close = posix.close_when_dropped(self, _close, self._descriptor, self._pinned)
         self._identity: tuple[int, int] | None = None
         with suppress(OSError):
             self._identity = _identity(directory if self._descriptor is None else self._descriptor)
@@ -177,7 +179,7 @@ class PinnedFiles(LocalFiles):
                 if file.is_outside:  # a removal of the checkpoint does not delete it
                     file.close()
                 else:
-                    self._pinned[name] = file
+                    self._pinned[name] = self._opened.enter_context(file)
 
     def moved(self) -> bool:
         try:
@@ -186,17 +188,9 @@ class PinnedFiles(LocalFiles):
             return False
 
     def close(self) -> None:
-        self._descriptor = None
+        self._descriptor, self._pinned = None, {}
         self._refused = OSError(errno.EBADF, "the files are closed")
         self._close()
-
-
-def _close(descriptor: int | None, pinned: dict[str, LocalFile]) -> None:
-    for file in pinned.values():
-        file.close()
-    pinned.clear()
-    if descriptor is not None:
-        os.close(descriptor)
 
 
 def _names_in(place: Path | int, directory: Path) -> list[str]:

@@ -253,18 +253,12 @@ def why_not_own(status: os.stat_result, path: Path) -> str:
 def sync_tree(directory: Path, but: str) -> None:
     """Sync the files and directories below a directory, but for the files with the suffix ``but``."""
     for parent, _, names in os.walk(directory):
-        for name in names:
-            if not name.endswith(but):
-                _sync_if_regular(Path(parent, name))
+        for path in (Path(parent, name) for name in names if not name.endswith(but)):
+            kind = os.lstat(path).st_mode  # other entries, such as a pipe or a dangling link, need no sync
+            if stat.S_ISREG(kind) or (stat.S_ISLNK(kind) and path.is_file()):
+                with open_regular(path) as file:
+                    os.fsync(file.fileno())
         sync_directory(Path(parent))
-
-
-def _sync_if_regular(path: Path) -> None:
-    """Sync a regular file. Other entries, such as a pipe or a dangling link, need no sync."""
-    kind = os.lstat(path).st_mode
-    if stat.S_ISREG(kind) or (stat.S_ISLNK(kind) and path.is_file()):
-        with open_regular(path) as file:
-            os.fsync(file.fileno())
 
 
 def preallocate(fd: int, size: int) -> None:
