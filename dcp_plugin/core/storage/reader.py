@@ -313,7 +313,7 @@ class CheckpointReader:
         return encode(value)
 
     def _fetches(self, box: _Box, target: torch.Tensor) -> Iterator[Fetch]:
-        from dcp_plugin.core.storage import fetch  # complete chunks are read without
+        from dcp_plugin.core.storage import fetch  # complete chunks need no fetch
 
         (read, chunk, dtype), index = box, self.index
         key, offsets, sizes = read.key, read.offsets, read.sizes
