@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 import numpy as np
 import torch
 
-from dcp_plugin.core.errors import CheckpointError, CheckpointMismatch, UnsafeCheckpoint, logger
+from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, UnsafeCheckpoint, logger
 from dcp_plugin.core.format.columns import ranges
 from dcp_plugin.core.format.index import CheckpointIndex, Location, StoredChunk, StoredTensor
 from dcp_plugin.core.format.payload import block_size
@@ -177,6 +177,7 @@ class CheckpointReader:
         Raises:
             CheckpointCorrupt, CheckpointNotFound, CheckpointUnreadable: The message names file and key. Targets may be
                 partly filled.
+            CheckpointMismatch: Two targets share memory, but have different bytes in the checkpoint.
         """
         files, index = self.open().files, self.index
         with suppress(OSError):  # the read of the key reports the error
@@ -197,7 +198,13 @@ class CheckpointReader:
             else:
                 fetches += self._fetches(box, box.read.target)
         finish_device_work(read.target for read in plan.boxes)
-        self._read(fetches, chunks)
+        try:
+            self._read(fetches, chunks)
+        except CheckpointCorrupt:
+            from dcp_plugin.core.storage.fetch import refuse_shared_memory  # for the message of an error only
+
+            refuse_shared_memory(index, [*plan.boxes, *plan.chunks], files.where)
+            raise
         for box in wholes:  # one at a time in this thread: their classes may run code of their own
             self._fill(box, box.read.target)
         if scaled:

@@ -228,6 +228,24 @@ def test_damage_is_found_where_it_is_read_and_names_file_and_key(tmp_path: Path)
     assert len(dcp.verify(tmp_path / "ck").errors) == 1
 
 
+@pytest.mark.parametrize("first", [slice(0, 6), slice(2, 8)])
+def test_targets_that_share_memory_are_a_mismatch_and_no_damage(tmp_path: Path, first: slice) -> None:
+    dcp.save({"a": torch.ones(6), "b": torch.zeros(6)}, tmp_path / "run/step-1", step=1)
+    memory = torch.full((8,), 7.0)
+    state = {"a": memory[first], "b": memory[2:8]}
+    with pytest.raises(dcp.CheckpointMismatch, match=r"a and b share memory|b and a share memory"):
+        dcp.resume_or_init(state, tmp_path / "run")
+    assert dcp.latest(tmp_path / "run") is not None  # not in quarantine
+
+
+def test_damage_of_tied_tensors_is_damage(tmp_path: Path) -> None:
+    tied = torch.ones(2000)
+    dcp.save({"a": tied, "b": tied}, tmp_path / "c")
+    flip(tmp_path / "c", "a", byte=77)
+    with pytest.raises(dcp.CheckpointCorrupt):
+        dcp.load({"a": tied, "b": tied}, tmp_path / "c")
+
+
 @pytest.mark.parametrize("kind", ["plain", "strided", "cast"])
 def test_what_is_copied_is_checked_before_the_target_is_touched(tmp_path: Path, kind: str) -> None:
     dcp.save({"t": torch.randn(50, 40)}, tmp_path / "ck")
