@@ -353,7 +353,7 @@ class Node:
 
 def _run_low(hurry: threading.Event, steps: Iterator[None]) -> None:
     """Run steps in a thread of low priority until ``hurry`` is set, and the others in this thread."""
-    next(steps)  # opens the file, whose thread for O_DIRECT keeps the priority of this one
+    next(steps)  # opens the file, whose threads keep the priority of this one
     with ThreadPoolExecutor(1, "keeper-low", os.nice, (_LOW,)) as low:
         low.submit(any, (hurry.is_set() for _ in steps)).result()
     any(steps)

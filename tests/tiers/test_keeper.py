@@ -660,13 +660,6 @@ def test_a_part_is_written_at_a_low_priority(large: tuple[Journal, str]) -> None
     assert set(_priorities(Node(journal), token)) == {10}
 
 
-def test_the_thread_that_writes_past_the_page_cache_can_be_in_time_for_a_caller(large: tuple[Journal, str]) -> None:
-    journal, token = large
-    job = journal.job(token, 0)
-    journal.hand_over(replace(job, config=dcp.CheckpointConfig.merge(job.config, io={"direct": True})), None)
-    assert _priorities(Node(journal), token)[:2] == [0, 0]
-
-
 @pytest.mark.parametrize("why", ["awaited now", "awaited before another keeper began", "the training is dead"])
 def test_a_part_that_becomes_urgent_in_the_middle_goes_on_at_the_normal_priority(
     large: tuple[Journal, str], monkeypatch: pytest.MonkeyPatch, why: str

@@ -200,7 +200,6 @@ class BlockFile(AbstractContextManager["BlockFile", None]):
             if direct is True or (direct == "auto" and large and not in_memory):
                 try:
                     self._switch(True)
-                    self._writer.submit(int)  # now the thread starts, and keeps the priority of the caller
                 except OSError as error:
                     self._refused(error)
         except BaseException:
