@@ -101,11 +101,9 @@ class Node:
         with self._lock_of(token, "write"), threads as pool:
             parts = {rank: pool.submit(self._write, token, rank, directory, hurry) for rank in ranks}
             try:
-                while (
-                    self.may_take_long()
-                    and not self.journal.is_awaited(token)
-                    and wait(parts.values(), _LOOK_SECONDS).not_done
-                ):
+                while self.may_take_long() and not self.journal.is_awaited(token):
+                    if not wait(parts.values(), _LOOK_SECONDS).not_done:
+                        break
                     _set_priority_of_session(_LOW, 1)
             finally:
                 hurry.set()
