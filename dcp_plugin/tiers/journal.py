@@ -4,7 +4,6 @@
 ``<token>.<rank>.job``      the part of a save that a rank hands over (``RankJob``)
 ``<token>.<rank>.files/``   extra files of a framework
 ``<token>.go``              on the node of rank 0: all ranks have handed over their parts (``Go``)
-``<token>.awaited``         a caller waits for the save, so the keeper writes it at its normal priority
 ``<token>.revoked``         the ranks write the save themselves, so no keeper publishes it
 ``<token>.<rank>.part``     the keeper has written the part of a rank (``Part``)
 ``<token>.state``           progress of the keeper with the save (``State``)
@@ -12,7 +11,7 @@
 ==========================  ===========================================================================================
 
 :mod:`~dcp_plugin.tiers.journal_records` has the classes. The files are in the directory of a
-:class:`~dcp_plugin.tiers.spool.Spool`, and appear complete. Ranks write the first five, and the keeper of the node
+:class:`~dcp_plugin.tiers.spool.Spool`, and appear complete. Ranks write the first four, and the keeper of the node
 writes the others. A keeper that replaces a dead one reads them. They are in memory, which outlives every process of the
 node, so nothing is synced.
 """
@@ -24,7 +23,6 @@ import os
 import re
 import threading
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -84,16 +82,7 @@ class Journal:
         self.spool.put(f"{token}.revoked", b"")
         self.spool.drop(f"{token}.go", f"{token}.{rank}.job")
 
-    def note_awaited(self, token: str) -> None:
-        """Record that a caller waits for a save."""
-        with suppress(OSError):  # the memory is full, or the folder is gone: the save goes on as it does
-            self.spool.put(f"{token}.awaited", b"")
-
     # Read by ranks and the keeper
-
-    def is_awaited(self, token: str) -> bool:
-        """Return whether a caller waits for a save."""
-        return self.spool.get(f"{token}.awaited") is not None
 
     def newest_time(self) -> float:
         """Return the greatest recorded time of a save, in seconds since the epoch; 0 without saves."""

@@ -265,7 +265,7 @@ class KeptSaves:
     def _enter(self, save: _HandedOver, handle: RunningSave) -> None:
         """Note a save that is handed over, and that a thread follows."""
         self._newest = save.token, handle
-        handle.set_handed_over(partial(self.client.journal.note_awaited, save.token))
+        handle.set_handed_over()
 
     def _timed(self, request: SaveRequest) -> SaveRequest:
         """Return the request with the seconds that an asynchronous save has blocked the training, unless they are noted
@@ -394,10 +394,7 @@ class KeptSaves:
             if closes_at is not None:
                 seconds = max(0.0, min(seconds, closes_at - time.monotonic()))
             try:
-                state = self.client.wait(save.token, "written", seconds / 2)
-                if not state.written:  # on busy cores, a low priority must not make the keeper miss its deadline
-                    self.client.journal.note_awaited(save.token)
-                    state = self.client.wait(save.token, "written", seconds / 2)
+                state = self.client.wait(save.token, "written", seconds)
             except SaveFailed as error:
                 if isinstance(error, KeeperLost):
                     self.client.pass_over(error)

@@ -2,10 +2,6 @@
 
 The rule: each request can be repeated, and then skips finished work. The coordinator repeats requests after a keeper or
 a connection has died.
-
-Parts are written at a low priority, so that the training keeps the cores, until a caller waits for the save. The
-priority of a thread cannot be raised again without privilege. So threads of low priority write until then, and the
-threads that started them write the rest.
 """
 
 from __future__ import annotations
@@ -16,8 +12,8 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,9 +36,7 @@ from dcp_plugin.tiers.wire import Address, Channel, connect
 
 _SEND_SECONDS = 60.0
 """Seconds that a neighbour may take to accept further bytes of a file, or to answer for it."""
-_LOOK_SECONDS = 0.02  # between two checks whether a caller has begun to wait for a save
-# A nice value with a tenth of the weight of a training. In the idle class, a keeper on busy cores would never end.
-_LOW = 10
+
 
 FileIdentity = tuple[int, int, int, int]
 
@@ -67,8 +61,6 @@ class Node:
     """Work of one keeper for its node."""
 
     journal: Journal
-    may_take_long: Callable[[], bool] = lambda: True
-    """Returns whether a training is alive, and is not about to be killed."""
     _reuse: dict[tuple[int, bool], Reuse] = field(default_factory=dict)
     """Rank, and True for the local tier or False for the durable path -> knowledge of the rank's last checkpoint
     there."""
@@ -97,24 +89,16 @@ class Node:
         Raises:
             SaveFailed, OSError: A part could not be written.
         """
-        hurry, threads = threading.Event(), ThreadPoolExecutor(max(1, len(ranks)), thread_name_prefix="keeper-write")
+        threads = ThreadPoolExecutor(max(1, len(ranks)), thread_name_prefix="keeper-write")
         with self._lock_of(token, "write"), threads as pool:
-            parts = {rank: pool.submit(self._write, token, rank, directory, hurry) for rank in ranks}
-            try:
-                while self.may_take_long() and not self.journal.is_awaited(token):
-                    if not wait(parts.values(), _LOOK_SECONDS).not_done:
-                        break
-                    _set_priority_of_session(_LOW, 1)
-            finally:
-                hurry.set()
-                threading.Thread(target=_set_priority_of_session, args=(0, 100), daemon=True).start()
-            return {rank: part.result() for rank, part in parts.items()}
+            written = pool.map(lambda rank: self._write(token, rank, directory), ranks)
+            return dict(zip(ranks, written, strict=True))
 
     def free(self, token: str) -> None:
         """Release the host copies of a save after all nodes have written their parts. Later saves reuse the memory."""
         self.journal.change(token, written=True)
 
-    def _write(self, token: str, rank: int, directory: Where | None, hurry: threading.Event) -> Part:
+    def _write(self, token: str, rank: int, directory: Where | None) -> Part:
         if (written_before := self.journal.part(token, rank, directory)) is not None:
             return written_before
         self.journal.refuse_revoked(token)
@@ -130,9 +114,7 @@ class Node:
             to = with_options(directory, job.options or {})
         medium = medium_of(to, job.config.io.direct)
         reuse = self._reuse_of(job, local=directory is None)
-        # The threads of a client of an object store outlive the save, and would keep a low priority.
-        run = any if on_file_system(to) is None else lambda steps: _run_low(hurry, steps)
-        writer = PartWriter(job.where, medium, job.config.io.threads, reuse, run)
+        writer = PartWriter(job.where, medium, job.config.io.threads, reuse)
         try:
             items = list(plain.decode(job.items).decoded(self.journal.spool))
         except OSError as error:
@@ -237,10 +219,9 @@ class Node:
                 raise SaveFailed(f"this node does not take part in the save {token}")
             target = checkpoints.folder_of(token) / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            if same_as is not None and has_file(known := checkpoints.folder_of(same_as[0]) / same_as[1], size):
-                with suppress(OSError):
-                    os.link(known, target)
-            if has_file(target, size):
+            if has_file(target, size) or (
+                same_as is not None and _linked(checkpoints.folder_of(same_as[0]) / same_as[1], target, size)
+            ):
                 channel.send(("ok", False))
                 return
             half = target.with_name(f".{uuid.uuid4().hex}.half")  # a repeated request may send the same file
@@ -349,25 +330,13 @@ class Node:
                         tier.remove(part.record.token)
 
 
-def _run_low(hurry: threading.Event, steps: Iterator[None]) -> None:
-    """Run steps in a thread of low priority until ``hurry`` is set, and the others in this thread."""
-    next(steps)  # opens the file, whose threads keep the priority of this one
-    with ThreadPoolExecutor(1, "keeper-low", os.nice, (_LOW,)) as low:
-        low.submit(any, (hurry.is_set() for _ in steps)).result()
-    any(steps)
-
-
-def _set_priority_of_session(nice: int, tries: int) -> None:
-    """Set the priority of this process where Linux shares the cores among sessions (``autogroup``).
-
-    The priority of a thread does not count there for threads of other sessions. That of a session can be raised again.
-    The kernel accepts one change of all processes without privilege in 0.1 s.
-    """
-    for _ in range(tries):
-        with suppress(OSError):
-            Path("/proc/self/autogroup").write_text(str(nice))
-            return
-        time.sleep(_LOOK_SECONDS)
+def _linked(known: Path, target: Path, size: int) -> bool:
+    if not has_file(known, size):
+        return False
+    with suppress(OSError):
+        os.link(known, target)
+        return True
+    return False
 
 
 def _make_room(path: Path, size: int) -> None:

@@ -90,7 +90,7 @@ class KeeperProcess:
         """True once the spool is no longer where ranks look for it."""
         _log_to(spool.folder / "keeper.log")
         self._journal = Journal(spool)
-        self.node = Node(self._journal, lambda: bool(self._clients) and not self._to_end)
+        self.node = Node(self._journal)
         self.coordinator = Coordinator(self.node, lambda: bool(self._clients))
         self._calls: dict[str, Callable[..., Any]] = {
             "attach": self._attach,

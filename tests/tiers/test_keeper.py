@@ -16,7 +16,7 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -37,14 +37,12 @@ from dcp_plugin.core.errors import NoSharedMemory
 from dcp_plugin.core.format.summary import Summary
 from dcp_plugin.core.media import medium_of
 from dcp_plugin.core.paths import Where, as_path, options_of, resolved
-from dcp_plugin.core.saving import sigterm
 from dcp_plugin.core.saving.queue import RunningSave
 from dcp_plugin.core.storage import part_writer
 from dcp_plugin.core.storage.part_writer import Publication
 from dcp_plugin.errors import SaveFailed
 from dcp_plugin.tiers import keeper_client as keeper_client
 from dcp_plugin.tiers import locks, plain, spool
-from dcp_plugin.tiers import node as of_node
 from dcp_plugin.tiers.coordinator import Coordinator, Save
 from dcp_plugin.tiers.journal import Journal
 from dcp_plugin.tiers.journal_records import End, Peer
@@ -431,10 +429,10 @@ def test_ctrl_c_after_the_hand_over_is_raised_when_the_save_is_followed(
     """The next save waits for the end of this one, and nothing else would say that it has ended."""
     set_handed_over = RunningSave.set_handed_over
 
-    def interrupted(handle: RunningSave, on_awaited: Callable[[], object]) -> None:
+    def interrupted(handle: RunningSave) -> None:
         monkeypatch.undo()
         signal.raise_signal(signal.SIGINT)
-        set_handed_over(handle, on_awaited)
+        set_handed_over(handle)
 
     monkeypatch.setattr(RunningSave, "set_handed_over", interrupted)
     checkpointer = dcp.Checkpointer(async_save=True, keeper={"linger": 0.0})
@@ -510,13 +508,7 @@ class _HandedOver:
         return replace(self, spool=Spool(to))
 
     def as_saved_to(
-        self,
-        path: Where,
-        local_dir: Path | None,
-        token: str = "",
-        fill: float | None = None,
-        numel: int = 1000,
-        **keeper: Any,
+        self, path: Where, local_dir: Path | None, token: str = "", fill: float | None = None, **keeper: Any
     ) -> str:
         """Put it into the spool as another save."""
         token = token or new_token(time.time())
@@ -526,7 +518,7 @@ class _HandedOver:
         items = plain.decode(job.items)
         if fill is not None:
             known = [item.data for item in items.decoded(self.spool)]
-            given = [torch.full((numel,), fill) if isinstance(data, torch.Tensor) else data for data in known]
+            given = [torch.full((1000,), fill) if isinstance(data, torch.Tensor) else data for data in known]
             items = replace(items, slab=np.full_like(items.slab, -1), others=dict(enumerate(given)))
         job = replace(
             job, token=token, path=path, options=options_of(path) or None, config=config, items=plain.encode(items)
@@ -628,110 +620,6 @@ def test_a_host_copy_is_free_only_when_the_save_is_never_written_from_it_again(
     Node(Journal(handed_over.spool)).write(token, [0], None)  # another keeper, which finds it written
     with pytest.raises(SaveFailed, match="another save uses its host copy"):
         node.write(token, [0], tmp_path)
-
-
-def _priorities(node: Node, token: str, at_first: Callable[[], object] = lambda: None) -> list[int]:
-    """Write a part, and return the priority of each of its writes below that of this thread."""
-    found: list[int] = []
-
-    def note(event: events.Event) -> None:
-        if isinstance(event, events.BytesWritten):
-            found.append(os.getpriority(os.PRIO_PROCESS, 0) - os.getpriority(os.PRIO_PROCESS, os.getpid()))
-            if len(found) == 1:
-                at_first()
-
-    unsubscribe = events.subscribe(note)
-    try:
-        node.write(token, [0], None)
-    finally:
-        unsubscribe()
-    return found
-
-
-@pytest.fixture
-def large(handed_over: _HandedOver, tmp_path: Path) -> tuple[Journal, str]:
-    """A save of several pieces."""
-    token = handed_over.as_saved_to(tmp_path / "run/a", tmp_path / "local", fill=1.0, numel=1 << 20)
-    return Journal(handed_over.spool), token
-
-
-def test_a_part_is_written_at_a_low_priority(large: tuple[Journal, str]) -> None:
-    journal, token = large
-    assert set(_priorities(Node(journal), token)) == {10}
-
-
-@pytest.mark.parametrize("why", ["awaited now", "awaited before another keeper began", "the training is dead"])
-def test_a_part_that_becomes_urgent_in_the_middle_goes_on_at_the_normal_priority(
-    large: tuple[Journal, str], monkeypatch: pytest.MonkeyPatch, why: str
-) -> None:
-    journal, token = large
-    dead, urgent = threading.Event(), threading.Event()
-    monkeypatch.setattr(of_node, "_set_priority_of_session", lambda nice, tries: urgent.set() if nice == 0 else None)
-    if why.startswith("awaited before"):
-        journal.note_awaited(token)
-
-    def at_first() -> None:
-        dead.set() if why == "the training is dead" else journal.note_awaited(token)
-        assert urgent.wait(HANG)
-
-    found = _priorities(Node(journal, lambda: not dead.is_set()), token, at_first)
-    assert found[:2] == [10, 10] and len(found) > 4 and not any(found[2:])  # the first piece, with what is before it
-
-
-def test_the_session_of_a_keeper_has_a_low_priority_until_the_part_is_written(large: tuple[Journal, str]) -> None:
-    group = Path("/proc/self/autogroup")
-    if not group.exists():
-        pytest.skip("this kernel has no groups of sessions")
-    journal, token = large
-    _priorities(Node(journal), token, lambda: _wait(lambda: group.read_text().endswith("nice 10\n"), "it stays"))
-    _wait(lambda: group.read_text().endswith("nice 0\n"), "the session keeps its low priority")
-
-
-_WAYS_TO_WAIT: dict[str, Callable[[RunningSave], object]] = {
-    "wait": lambda handle: handle.wait(0.0),
-    "wait_local": lambda handle: handle.wait_local(0.0),
-    "the next save": lambda handle: handle.wait_done(0.0),
-    "SIGTERM": lambda handle: sigterm._finish([handle], 0.0),
-}
-
-
-@pytest.mark.parametrize("staging", ["blocking", "lazy"])
-@pytest.mark.parametrize("way", _WAYS_TO_WAIT)
-def test_a_keeper_learns_that_a_caller_waits(tmp_path: Path, staging: Any, way: str) -> None:
-    checkpointer = dcp.Checkpointer(async_save=True, staging=staging, keeper={"linger": 0.0})
-    checkpointer.save({"weights": torch.arange(1000.0)}, tmp_path / "step-1").wait()
-    spool, keeper = Spool.of(tmp_path.resolve(), None), _keeper_of(tmp_path, None)
-    _wait(lambda: not spool.names(".awaited"), "the mark of an ended save is left")
-    os.kill(keeper, signal.SIGSTOP)
-    try:
-        with slow_copies(held := Gate(is_open=False)):
-            handle = checkpointer.save({"weights": torch.arange(1000.0)}, tmp_path / "step-2")
-            if staging == "lazy":  # the caller waits before the keeper has the save
-                with suppress(TimeoutError):
-                    _WAYS_TO_WAIT[way](handle)
-            held.open()
-            handle.wait_turn()
-        if staging == "blocking":
-            assert spool.names(".awaited") == []
-            with suppress(TimeoutError):
-                _WAYS_TO_WAIT[way](handle)
-        assert len(spool.names(".awaited")) == 1
-    finally:
-        os.kill(keeper, signal.SIGCONT)
-    checkpointer.close()
-
-
-def test_a_save_counts_as_awaited_before_its_keeper_misses_the_deadline(bucket: Bucket, proxy: Proxy) -> None:
-    proxy.on(where(), Silence(), times=None)
-    checkpointer = dcp.Checkpointer(async_save=True, keeper={"linger": 0.0}, timeout=5.0)
-    root = as_path(f"{bucket.url}/run")
-    checkpointer.save({"weights": torch.arange(1000.0)}, root / "step-1")
-    spool = Spool.of(resolved(root), None)
-    _wait(lambda: spool.names(".awaited"), "no caller waits, and the keeper does not learn that it is late")
-    with pytest.raises(SaveFailed, match=r"step-1 is .*not durable"):
-        checkpointer.close()
-    if (keeper := spool.pid()) is not None:
-        os.kill(keeper, signal.SIGKILL)
 
 
 def test_a_save_for_which_local_dir_has_no_room_at_the_end_goes_to_its_path(

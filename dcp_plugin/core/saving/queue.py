@@ -69,8 +69,6 @@ class SaveHandle:
         self._local_error: Exception | None = None
         self._error: Exception | None = None
         self._error_was_raised = False
-        self._is_awaited = False
-        self._on_awaited: Callable[[], object] = lambda: None
         self._callbacks: deque[Callable[[events.SaveFinished], object]] = deque()
 
     def staged(self) -> bool:
@@ -104,7 +102,7 @@ class SaveHandle:
             CheckpointError: As :meth:`wait`.
         """
         self._refuse_in_callback("wait for it")
-        if not self._await(self._local, timeout):
+        if not self._local.wait(timeout):
             raise TimeoutError(f"the save of {self.path} is not complete locally within {timeout} s; the save goes on")
         if self._local_error is not None:
             raise self._local_error
@@ -126,21 +124,10 @@ class SaveHandle:
             CheckpointError: A callback of this save, or a subscriber of its events, calls this.
         """
         self._refuse_in_callback("wait for it")
-        if not self._await(self._done, timeout):
+        if not self._done.wait(timeout):
             raise TimeoutError(f"the save of {self.path} has not ended within {timeout} s, and goes on")
         if (error := self._take_error()) is not None:
             raise error
-
-    def _await(self, milestone: threading.Event, timeout: float | None = None) -> bool:
-        """Wait for an event of this save. Return whether it is set."""
-        if not milestone.is_set():
-            self.hurry()
-        return milestone.wait(timeout)
-
-    def hurry(self) -> None:
-        """Note that a caller waits for the save. A keeper then writes it at its normal priority."""
-        self._is_awaited = True
-        self._on_awaited()
 
     def on_published(self, callback: Callable[[events.SaveFinished], object], *, first: bool = False) -> None:
         """Call ``callback`` on this rank when the checkpoint is published; never if the save fails or is skipped.
@@ -215,7 +202,7 @@ class RunningSave(SaveHandle):
         Returns:
             True if the save has ended; False after ``timeout`` seconds.
         """
-        return self._await(self._done, timeout)
+        return self._done.wait(timeout)
 
     def set_copying(self) -> None:
         """Mark the state as not copied yet. If a keeper cannot take the copy, another writer copies the state again,
@@ -229,15 +216,8 @@ class RunningSave(SaveHandle):
             self._is_staged |= error is None  # a forked process ends a save again whose copy was complete
             self._copy_ended.set()
 
-    def set_handed_over(self, on_awaited: Callable[[], object]) -> None:
-        """Mark the save as handed over to a keeper.
-
-        Args:
-            on_awaited: Called each time that a caller begins to wait for the save, and now if a caller waits already.
-        """
-        self._on_awaited = on_awaited
-        if self._is_awaited:
-            on_awaited()
+    def set_handed_over(self) -> None:
+        """Mark the save as handed over to a keeper."""
         self._handed_over.set()
 
     def set_written(self) -> None:
@@ -339,12 +319,12 @@ class SaveQueue:
     def wait_recoverable(self) -> None:
         """Wait until a load would find every save in flight, or the save has failed. Raise nothing."""
         for handle in self.handles:
-            handle._await(handle._local)
+            handle._local.wait()
 
     def wait_written(self) -> None:
         """Wait until every host copy is written, or its save has ended. Then the next save may overwrite the copy."""
         for handle in self.handles:
-            handle._await(handle._written)
+            handle._written.wait()
 
     @contextmanager
     def call(self, action: str) -> Iterator[None]:

@@ -111,8 +111,6 @@ def _finish(saves: list[RunningSave], limit: float) -> None:
     """Poll the saves instead of waiting: the interrupted code may hold the lock of a handle's event."""
     began = time.monotonic()
     _say(f"finishing the save of {', '.join(str(save.path) for save in saves)} first, for at most {limit:g} s")
-    for save in saves:
-        save.hurry()
     while not all(save.done() for save in saves) and time.monotonic() - began < limit:
         time.sleep(0.02)
     for save in saves:

@@ -12,7 +12,7 @@ import platform
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -50,8 +50,6 @@ class PartWriter:
     io_threads: int
     reuse: Reuse | None
     """This rank's knowledge of the run's last checkpoint; if None, everything is written."""
-    run: Callable[[Iterator[None]], object] = any
-    """As in :class:`~dcp_plugin.core.storage.write_items.Destination`."""
 
     def write(self, items: Sequence[NewItem], rank: int, directory: Where, frozen: Collection[str] = ()) -> WrittenPart:
         """Link the unchanged items and write the others.
@@ -65,7 +63,7 @@ class PartWriter:
             SaveFailed: The files could not be written.
         """
         self.medium.join(directory, self.path)
-        to = write_items.Destination(self.medium, directory, rank, self.io_threads, self.run)
+        to = write_items.Destination(self.medium, directory, rank, self.io_threads)
         unique, first = _without_duplicates(items)
         try:
             places, nbytes, findings = self._write(unique, to, frozen)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -74,9 +74,6 @@ class Destination:
     """Directory of the reservation."""
     rank: int
     io_threads: int
-    run: Callable[[Iterator[None]], object] = any
-    """Function that runs the steps of writing one file; :func:`any` runs them all, since no step is true. Another
-    function may continue them in another thread."""
 
     def free_name(self, taken: Collection[str]) -> str:
         """Return the first name for a data file of this rank that is not taken.
@@ -210,11 +207,23 @@ def _layout(items: list[_Item]) -> _Layout:
 def _write_file(
     to: Destination, name: str, items: list[_Item], layout: _Layout, meter: _Meter, linkable: bool
 ) -> Places:
-    rows = list[list[int]]()
-    to.run(_contents_written(to, name, items, layout, meter, rows))
+    starts, size = layout
+    rings, rows = Rings(), list[list[int]]()
+    with to.medium.create(to.directory, name, size, meter.add, to.io_threads) as file:
+        small = _SmallItems(file)
+        for item, start in zip(items, starts, strict=True):
+            # A small item has at most one hash.
+            if item.length <= SMALLEST_BLOCK and (row := small.add(item, start)) is not None:
+                rows.append(row)
+                continue
+            small.flush()
+            file.write(bytes(start - file.tell()))  # zeros between the items
+            rows.append(_write_item(file, item, rings))
+        small.flush()
+        file.write(bytes(size - file.tell()))
     place = [
         (start, item.length, item.payload_offset, item.payload_length)
-        for start, item in zip(layout[0], items, strict=True)
+        for start, item in zip(starts, items, strict=True)
     ]
     return Places.of_items(
         [name],
@@ -224,26 +233,6 @@ def _write_file(
         np.array([block for row in rows for block in row], np.uint64),
         {name} if linkable else (),
     )
-
-
-def _contents_written(
-    to: Destination, name: str, items: list[_Item], layout: _Layout, meter: _Meter, rows: list[list[int]]
-) -> Iterator[None]:
-    """Write a file in steps, of which the first opens it. Add the hashes of each item to ``rows``."""
-    (starts, size), rings = layout, Rings()
-    with to.medium.create(to.directory, name, size, meter.add, to.io_threads) as file:
-        small = _SmallItems(file)
-        for item, start in zip(items, starts, strict=True):
-            yield
-            # A small item has at most one hash.
-            if item.length <= SMALLEST_BLOCK and (row := small.add(item, start)) is not None:
-                rows.append(row)
-                continue
-            small.flush()
-            file.write(bytes(start - file.tell()))  # zeros between the items
-            rows.append((yield from _write_item(file, item, rings)))
-        small.flush()
-        file.write(bytes(size - file.tell()))
 
 
 class _SmallItems:
@@ -290,8 +279,8 @@ class _SmallItems:
         self._begin = self._end
 
 
-def _write_item(file: NewFile, item: _Item, rings: Rings) -> Generator[None, None, list[int]]:
-    """Write one item in steps and return its hashes. Each piece is hashed while it is in the processor's cache."""
+def _write_item(file: NewFile, item: _Item, rings: Rings) -> list[int]:
+    """Write one item and return its hashes. Each piece is hashed while it is in the processor's cache."""
     data, around = item.data, item.around
     if isinstance(data, WholeItem):
         data = data.encode()
@@ -311,7 +300,6 @@ def _write_item(file: NewFile, item: _Item, rings: Rings) -> Generator[None, Non
     for piece in pieces:
         file.write(piece, kept)
         hashes.add(piece)
-        yield
     file.write(around.tail if around is not None else b"")
     return hashes.row
 
