@@ -139,6 +139,9 @@ class CheckpointIncomplete(CheckpointError, ValueError):
 class CheckpointCorrupt(CheckpointError):
     """The bytes are not those that were saved: truncated, overwritten, out of bounds, or a checksum differs."""
 
+    key = ""
+    """Key of the tensor whose checksum differs, on the rank that has read it; empty otherwise."""
+
 
 @public_class()
 class CheckpointUnreadable(CheckpointCorrupt):

@@ -119,8 +119,8 @@ class StateDetails:
     """Metrics of this rank. The checkpoint records those of rank 0."""
     shared: frozenset[str]
     """Keys of data that should be equal on all ranks. The first save compares them."""
-    received: frozenset[str]
-    """Slots of optimizers that this rank has only as a load gave them to it."""
+    loaded: Mapping[str, Mapping[str, bytes]]
+    """Names of optimizers that a load has given slots -> the hashes of these slots, by key in the optimizer."""
 
 
 @dataclass(frozen=True)

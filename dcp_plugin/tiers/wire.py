@@ -113,7 +113,11 @@ class Channel:
     def send_file(self, file: int, offset: int, count: int) -> None:
         """Send a range of an open file, from the page cache, without a copy."""
         with open(file, "rb", buffering=0, closefd=False) as source:
-            if count and self._socket.sendfile(source, offset, count) < count:
+            try:
+                sent = self._socket.sendfile(source, offset, count) if count else 0
+            except ValueError:  # another thread has closed the socket
+                raise OSError(errno.EBADF, "the channel is closed") from None
+            if sent < count:
                 raise OSError(errno.EIO, "the file is shorter than it was")
 
     def receive_into(self, memory: Sequence[memoryview]) -> None:

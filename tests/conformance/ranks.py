@@ -251,7 +251,7 @@ def _raise_alike(entry: RanksEntry, ours: list[Trace], stock: Seen) -> bool:
     """
     if isinstance(stock, str):
         return False
-    is_handed = entry.way == "Lightning" and entry.kind == "module"
+    is_handed = entry.way == "Lightning" and entry.kind == "module" and entry.spread.startswith("empty")
     pairs = itertools.product(ours, stock) if is_handed else zip(ours, stock, strict=True)
     raised = ((mine.raised, theirs.raised) for mine, theirs in pairs if mine.raised and theirs.raised)
     return any(

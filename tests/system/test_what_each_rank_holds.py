@@ -285,6 +285,57 @@ def test_an_optimizer_that_one_rank_never_steps_is_no_alarm_after_a_resume(
     assert messages == []
 
 
+class Counting(torch.optim.Optimizer):
+    """An optimizer whose step changes a number, and a slot behind the back of version counters."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            slots = self.state[parameter]
+            slots.setdefault("count", 0), slots.setdefault("moment", torch.zeros_like(parameter))
+            slots["count"] += 1
+            slots["moment"].data += 1
+
+
+def _fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.0, fused=True)
+
+
+@pytest.mark.parametrize("optimizer", [Counting, _fused])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@on_ranks(2)
+def test_the_rank_that_steps_has_its_state_stored_after_a_resume_and_after_a_rollback(
+    tmp_path: Path, optimizer: Any, layout: torch.memory_format
+) -> None:
+    def begin() -> State:
+        net = nn.utils.skip_init(nn.Conv2d, 4, 8, 3).to(memory_format=layout)
+        nn.init.ones_(net.weight), nn.init.ones_(net.bias)
+        return {"net": net, "optim": optimizer(net.parameters())}
+
+    def step(state: State, times: int) -> None:
+        for _ in range(times if dist.get_rank() == 1 else 0):
+            for parameter in state["net"].parameters():
+                parameter.grad = torch.ones_like(parameter)
+            state["optim"].step()
+
+    state = begin()
+    with closing(dcp.Checkpointer()) as checkpointer, warned() as messages:
+        step(state, 1)
+        checkpointer.save(state, tmp_path / "first")
+        resumed = begin()
+        checkpointer.load(resumed, tmp_path / "first")
+        for name, times in (("second", 4), ("third", 2)):
+            step(resumed, times)
+            checkpointer.save(resumed, tmp_path / name)
+            own, fresh = gathered(resumed["optim"].state_dict()["state"])[1], begin()
+            checkpointer.load(fresh, tmp_path / name)
+            assert same_tree(fresh["optim"].state_dict()["state"], own)
+            checkpointer.load(resumed, tmp_path / "second")
+    assert messages == []
+
+
 # Equal names, and replicas that differ
 
 

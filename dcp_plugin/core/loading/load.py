@@ -36,7 +36,7 @@ from dcp_plugin.core.planning.reads import ReadPlanner, decoded
 from dcp_plugin.core.ranks.collectives import Attempt, Ranks, pack, said_by_ranks, unpack
 from dcp_plugin.core.records import FittedLoad, LoadReport, Match, OpenCheckpoint, OpenedLoad, ReadPlan
 from dcp_plugin.core.sources import SourceFiles
-from dcp_plugin.core.state.adapters import StateAdapter
+from dcp_plugin.core.state.adapters import OptimizerAdapter, StateAdapter
 from dcp_plugin.core.state.module import materialise
 from dcp_plugin.core.state.named_objects import RankAndSize, adapters_of
 from dcp_plugin.core.storage.reader import CheckpointReader
@@ -240,7 +240,7 @@ class Loading:
         """Match, plan, and read the values. All misfits are raised in one error. Collective.
 
         Usually no rank has a question for other ranks. Each rank has then planned and read its values before the first
-        exchange, which is the only one. A rank that could not do so asks nothing: the error has the misfits of all.
+        exchange, which is the only one. A rank that failed to do so asks no question. The error has the misfits of all.
 
         Args:
             allocated: Keys of modules that were on the meta device. Keys that get memory in this call are added.
@@ -397,7 +397,8 @@ class Loading:
         )
 
     def _note_received(self, fitted: FittedLoad) -> None:
-        """Remember the values that fill places that were empty on this rank, now or at an earlier load.
+        """Remember the state of optimizers, and values that fill places that were empty on this rank, now or at an
+        earlier load.
 
         Another rank may hold the same value and change it. The next save then prefers the value of that rank
         (:class:`~dcp_plugin.core.types.Standing`).
@@ -410,9 +411,13 @@ class Loading:
 
         for adapter in fitted.opened.adapters:
             want = fitted.match.wanted[adapter.name]
-            if adapter.kind == "optimizer":
-                note_slots(adapter.name, {key: want.targets[key] for key in want.targets if key in want.received})
-                continue
+            if isinstance(adapter, OptimizerAdapter):
+                slots = {
+                    key: fitted.targets[join(adapter.name, key)] if target is None else sharded_value(target)
+                    for key, target in want.targets.items()
+                    if key.startswith("state.")
+                }
+                note_slots(adapter.optimizer, slots)
             for key in want.targets if (want.received or received) and adapter.entry is None else ():
                 full = join(adapter.name, key)
                 if key in want.received or full in received:

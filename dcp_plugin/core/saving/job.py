@@ -159,7 +159,7 @@ class SavePipeline:
             shards,
             plain_metrics(live.metrics),
             shared,
-            frozenset() if self._local is None else self._local.received_slots(kept),
+            {} if self._local is None else self._local.loaded(optimizers),
         )
         return GatheredState(kept, details)
 

@@ -41,14 +41,16 @@ from dcp_plugin.core.errors import some, warn
 from dcp_plugin.core.format.index import CheckpointIndex, KeyPath
 from dcp_plugin.core.format.keys import LocalSlot
 from dcp_plugin.core.format.payload import hashes_of, sample_of
+from dcp_plugin.core.format.values import encode, is_plain
 from dcp_plugin.core.ranks.collectives import Ranks, pack, unpack
 from dcp_plugin.core.records import Shards, StateDetails
-from dcp_plugin.core.tensors._torch import versions_of
 from dcp_plugin.core.types import Box, EncodedValue, Flat, RankEntry, ShardedValue, Standing
 
 _SAMPLED = 4 << 20
 """Size of a tensor in bytes above which only a few places of it are compared between ranks. That is enough to notice a
 different random state or a different batch."""
+_PLACES = 64 << 10
+"""The same for the slots of an optimizer, all of which change in a step."""
 _OWN = b""
 """Stand-in for the hash of a tensor that has the shape of the shard and so belongs to the rank."""
 
@@ -73,7 +75,11 @@ class RankLocal:
         standing = {
             key: Standing.RECEIVED if value_hash == received[key][0] else Standing.CHANGED
             for key, value_hash in hashes.items()
-        } | dict.fromkeys(details.received, Standing.RECEIVED)
+        }
+        for name, slots in details.loaded.items():
+            keys = {f"{name}.{slot}": digest for slot, digest in slots.items()}
+            if keys and all(key in state and _hashes({key: state[key]}, _PLACES).get(key) == keys[key] for key in keys):
+                standing |= dict.fromkeys([key for key in state if key.startswith(f"{name}.")], Standing.RECEIVED)
         held = _not_empty(state, details.shared - {key for key in standing if standing[key] == Standing.RECEIVED})
         self._shared = _hashes(held, _SAMPLED)
         # Plain state of sharded parameters: entries that differed before get keys of their own. A tensor with the shape
@@ -98,14 +104,10 @@ class RankLocal:
         return {renamed.get(key, key): value for key, value in state.items()}, standing
 
     @staticmethod
-    def received_slots(leaves: Mapping[str, Any]) -> frozenset[str]:
-        """Return the slots that this rank has only as a load gave them to it. Forget slots that have changed."""
-        for key in _slots.keys() & leaves.keys():
-            (slot, version), leaf = _slots[key], leaves[key]
-            held = leaf.origin if type(leaf) is ShardedValue else leaf
-            if held is not slot() or held is None or versions_of([held]) != [version]:
-                del _slots[key]
-        return frozenset(_slots.keys() & leaves.keys())
+    def loaded(optimizers: Mapping[str, Any]) -> dict[str, dict[str, bytes]]:
+        """Return :attr:`~dcp_plugin.core.records.StateDetails.loaded` of the adapters of optimizers."""
+        known = {name: _optimizers.get(id(adapter.optimizer)) for name, adapter in optimizers.items()}
+        return {name: entry[1] for name, entry in known.items() if entry and entry[0]() is optimizers[name].optimizer}
 
     def digest(self, rank: int) -> bytes:
         """Return a digest of the entries that may differ between ranks; empty if there are none. Ranks with different
@@ -246,20 +248,28 @@ def note_received(key: str, value: ShardedValue | EncodedValue | None, owner: in
         del received[key]
 
 
-_slots: dict[str, tuple[ref[Any], int]] = {}
-"""Slots that an optimizer of this rank did not have until a load gave them to it -> the tensor, and its version."""
+_optimizers: dict[int, tuple[ref[Any], dict[str, bytes]]] = {}
+"""``id`` of an optimizer that a load has given slots -> the optimizer, and the hashes of these slots."""
 
 
-def note_slots(name: str, slots: Mapping[str, Any]) -> None:
-    """Remember tensors that a load gives to the optimizer ``name`` of this rank, which has had none in their place.
+def note_slots(optimizer: Any, slots: Mapping[str, Any]) -> None:
+    """Remember the slots that a load gives to an optimizer.
 
-    An optimizer that only rank 1 steps is loaded on every rank. A hash, as of :func:`note_received`, would read all
-    moments at each resume. A step replaces a tensor, or changes its version.
+    An optimizer that only rank 1 steps is loaded on every rank. From then on rank 0 has an old copy, which must not
+    replace rank 1's at the next save. While all slots have the loaded bytes, this rank has not stepped the optimizer.
+    The version counters of tensors would not tell, since fused steps do not count. Shards are not noted: each counts.
     """
-    for key in [key for key in received if key.startswith(f"{name}.")]:
-        del received[key]  # of data in the place of the optimizer
-    versions = zip(slots.items(), versions_of(list(slots.values())), strict=True)
-    _slots.update({f"{name}.{key}": (ref(slot), n) for (key, slot), n in versions if n is not None})
+    complete = {
+        key: slot if isinstance(slot, ShardedValue) else EncodedValue(encode(slot))
+        for key, slot in slots.items()
+        if (
+            [chunk.sizes for chunk in slot.chunks] == [slot.shape] if isinstance(slot, ShardedValue) else is_plain(slot)
+        )
+    }
+    hashes = _hashes(complete, _PLACES)
+    if hashes.keys() == slots.keys() and all(hashes.values()):
+        number = id(optimizer)
+        _optimizers[number] = ref(optimizer, lambda _: _optimizers.pop(number, None)), hashes
 
 
 def _not_empty(state: Flat, keys: Iterable[str]) -> Flat:

@@ -1,8 +1,8 @@
 """Module state by clean FQN, for any wrapper: sharded views, and copies only where the wrapper allows no views.
 
 For a plain module, DDP, FSDP2 and tensor parallelism, ``state_dict()`` returns views of the parameters (DTensors if
-they are sharded). Filling a view loads the parameter. FSDP1 is saved and loaded
-through state dicts of its own (:mod:`~dcp_plugin.core.state.fsdp1`).
+they are sharded). Filling a view loads the parameter. FSDP1 is saved and loaded through state dicts of its own
+(:mod:`~dcp_plugin.core.state.fsdp1`).
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ from dcp_plugin.core.tensors.kinds import EXACTLY_TENSORS
 from dcp_plugin.core.types import ShardedValue
 
 _WRAPPER_SEGMENTS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
-_AS_A_SEGMENT = re.compile(rf"(?:^|\.)(?:{'|'.join(sorted(_WRAPPER_SEGMENTS))})(?=\.|$)")
+_ANY_OF_THEM = "|".join(sorted(_WRAPPER_SEGMENTS))
+_AS_A_SEGMENT = re.compile(rf"^(?:(?:{_ANY_OF_THEM})(?:\.|$))+|\.(?:{_ANY_OF_THEM})(?=\.|$)")
 
 
 class CleanNames:
@@ -142,7 +143,7 @@ def contains_fsdp1(module: nn.Module) -> bool:
 
 def without_wrappers(name: str) -> str:
     """Return a name without the segments that only wrappers insert."""
-    return _AS_A_SEGMENT.sub("", name).removeprefix(".")
+    return _AS_A_SEGMENT.sub("", name)
 
 
 def unwrapped(module: nn.Module) -> list[nn.Module]:

@@ -284,8 +284,6 @@ class OptimizerLoad:
                     existing = laid_out_like(self._live.slots.get(fqn, {}).get(slot), self._layouts[fqn])
                     usable = isinstance(existing, torch.Tensor) and shape_of(existing) == entry.shape
                     targets[key] = existing if usable else self._allocate(fqn, slot, entry)
-                    if not usable and type(targets[key]) is torch.Tensor and not hasattr(targets[key], "global_shape"):
-                        self.wanted.received.add(key)  # complete here: a rank's shard counts in any case
                     if entry.stored_whole and not usable and not sharded_value(targets[key]).stored_whole:
                         self.wanted.unfillable[key] = f"{OF_ITS_OWN_CLASS}, and not there yet: {_HAVE_STATE}"
                 else:

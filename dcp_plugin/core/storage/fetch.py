@@ -20,7 +20,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from math import prod
 from operator import mul
 from typing import Any
@@ -28,12 +27,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp_plugin.core.errors import CheckpointCorrupt, CheckpointMismatch
-from dcp_plugin.core.format.index import CheckpointIndex, Location, StoredChunk
+from dcp_plugin.core.errors import CheckpointCorrupt
+from dcp_plugin.core.format.index import Location, StoredChunk
 from dcp_plugin.core.format.payload import BlockHashes
 from dcp_plugin.core.media import PAGE, bytes_behind, first_bytes
-from dcp_plugin.core.records import BoxRead
-from dcp_plugin.core.tensors.host_memory import BLOCK, Block, address_of, is_plain_memory, memory_view
+from dcp_plugin.core.tensors.host_memory import BLOCK, Block, is_plain_memory, memory_view
 
 _DIRECT_PIECE = 8 << 20  # one thread's share of the work; a multiple of any checksum block
 _COPIED_PIECE = BLOCK // 2  # the other half is for bytes that complete checksum blocks
@@ -110,10 +108,12 @@ class Fetch(ABC):
             pairs = enumerate(zip(hashes.row, expected, strict=False), first)
             wrong = next((number for number, (computed, stored) in pairs if computed != stored), first)
             at = location.offset + (location.payload_offset or 0) + wrong * block
-            raise CheckpointCorrupt(
+            corrupt = CheckpointCorrupt(
                 f"the bytes of {self.key} in {location.file} are not those that were saved (checksum differs in block "
                 f"{wrong}, at byte {at} of the file). Load an older checkpoint."
             )
+            corrupt.key = self.key
+            raise corrupt
         return (end - begin) - (stop - start)
 
 
@@ -374,22 +374,3 @@ def _merged(starts: Positions, stops: Positions, gap: int) -> tuple[Positions, P
     """Return sorted ranges; ranges that overlap or have at most ``gap`` bytes between them become one."""
     apart = starts[1:] - stops[:-1] > gap
     return starts[np.concatenate(([True], apart))], stops[np.concatenate((apart, [True]))]
-
-
-def refuse_shared_memory(index: CheckpointIndex, reads: Iterable[BoxRead], where: object) -> None:
-    """Raise CheckpointMismatch if two targets share memory, but have different bytes in the checkpoint.
-
-    The read of one target then overwrites the other, whose checksum differs although the checkpoint is intact.
-    """
-    spans = sorted(
-        (address_of(read.target), address_of(read.target) + read.target.nbytes, read.key, read.number)
-        for read in reads
-        if is_plain_memory(read.target)
-    )
-    for (_, end, key, number), (begin, _, other, other_number) in pairwise(spans):
-        first, second = index.places.location(number), index.places.location(other_number)
-        if begin < end and key != other and (first.file, first.offset) != (second.file, second.offset):
-            raise CheckpointMismatch(
-                f"{where} does not fit the state: {key} and {other} share memory here, but are two tensors in the "
-                f"checkpoint. PartialLoad(exclude={other!r}) loads only {key}."
-            )

@@ -30,7 +30,7 @@ from dcp_plugin.core.sources import SourceFiles
 from dcp_plugin.core.storage import reading
 from dcp_plugin.core.storage.open import check_files, open_checkpoint, open_files
 from dcp_plugin.core.storage.published import gone_or_damaged
-from dcp_plugin.core.tensors.host_memory import finish_device_work
+from dcp_plugin.core.tensors.host_memory import address_of, finish_device_work, is_plain_memory
 from dcp_plugin.core.tensors.kinds import fill, is_stored_whole
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class CheckpointReader:
         Raises:
             CheckpointCorrupt, CheckpointNotFound, CheckpointUnreadable: The message names file and key. Targets may be
                 partly filled.
-            CheckpointMismatch: Two targets share memory, but have different bytes in the checkpoint.
+            CheckpointMismatch: The memory of a target has changed while it was read.
         """
         files, index = self.open().files, self.index
         with suppress(OSError):  # the read of the key reports the error
@@ -200,10 +200,8 @@ class CheckpointReader:
         finish_device_work(read.target for read in plan.boxes)
         try:
             self._read(fetches, chunks)
-        except CheckpointCorrupt:
-            from dcp_plugin.core.storage.fetch import refuse_shared_memory  # for the message of an error only
-
-            refuse_shared_memory(index, [*plan.boxes, *plan.chunks], files.where)
+        except CheckpointCorrupt as error:
+            self._refuse_changed_target(plan, error.key)
             raise
         for box in wholes:  # one at a time in this thread: their classes may run code of their own
             self._fill(box, box.read.target)
@@ -244,6 +242,29 @@ class CheckpointReader:
         count = reading.read(files, batches, self._io_threads)
         self.bytes_read += count.read
         self.unchecked_bytes += count.unchecked
+
+    def _refuse_changed_target(self, plan: ReadPlan, key: str) -> None:
+        """Raise CheckpointMismatch if the target of a key differs from its checksum, but the file does not.
+
+        Bytes are checked in the memory of the target. The read of another target that shares it overwrites them.
+        """
+        boxes = [*map(self._box, plan.boxes), *map(self._box_of_all, plan.chunks)]
+        boxes = [box for box in boxes if is_plain_memory(box.read.target)]
+        spans = [_span(box.read.target) for box in boxes if box.read.key == key]
+        copies = [
+            box._replace(read=box.read._replace(target=torch.empty_like(box.read.target)))
+            for box in boxes
+            if any(begin < stop and start < end for begin, end in spans for start, stop in [_span(box.read.target)])
+        ]
+        try:
+            self._read([fetch for box in self._recognised(copies) for fetch in self._fetches(box, box.read.target)])
+        except CheckpointCorrupt:
+            return
+        if copies:
+            raise CheckpointMismatch(
+                f"{self.path} does not fit the state: the file has the saved bytes of {key}, but its target was "
+                "changed while it was read. Another tensor of the state shares its memory, or a thread writes to it."
+            )
 
     def _files_of(self, plan: ReadPlan, keys: Iterable[str] = ()) -> set[str]:
         """Return the files of a plan and of some keys. Columns have them, without an object for a chunk."""
@@ -375,3 +396,8 @@ class CheckpointReader:
         from dcp_plugin.core.storage.stock.stock_items import without_transforms
 
         return without_transforms(self.path, item, location, transforms)
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of the begin and the end of a tensor in plain memory."""
+    return address_of(tensor), address_of(tensor) + tensor.nbytes

@@ -310,7 +310,9 @@ def _read_batches(files: Readable, work: Iterator[Batch]) -> Count:
     except OSError as error:
         raise gone_or_damaged(files, f"cannot read {batch.key} in {batch.file}", error) from error
     except CheckpointCorrupt as error:
-        raise CheckpointCorrupt(f"{files.where}: {error}") from None
+        corrupt = CheckpointCorrupt(f"{files.where}: {error}")
+        corrupt.key = error.key
+        raise corrupt from None
     finally:
         rings.wait()
         if file is not None:

@@ -78,6 +78,7 @@ def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
 
 
 def buffers_in(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """Return the own buffers of each module, as :func:`parameters_in`."""
     return [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
 
 

@@ -9,6 +9,7 @@ next block is being copied.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -33,7 +34,6 @@ The page cache stores a piece as one unit, so smaller pieces are slower to read.
 and a save waits for that.
 """
 BLOCK = 4 << 20
-_memcmp = ctypes.CDLL(None).memcmp  # loaded once: that takes longer than to compare a piece in the cache
 _BLOCKS = 3  # one block is being written or read while two are being copied
 
 
@@ -135,11 +135,17 @@ def memory_view(tensor: torch.Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-def equal_bytes(one: memoryview, other: memoryview) -> bool:
+def equal_bytes(left: memoryview, right: memoryview) -> bool:
     """Return whether two pieces of writable memory of the same length are equal."""
     # ctypes passes an array as its address, and releases the interpreter's lock during the call. Objects of Python are
     # compared with the lock, and numpy writes a third array.
-    return bool(_memcmp(*map((ctypes.c_char * 0).from_buffer, (one, other)), ctypes.c_size_t(len(one))) == 0)
+    addresses = map((ctypes.c_char * 0).from_buffer, (left, right))
+    return bool(_c_library().memcmp(*addresses, ctypes.c_size_t(len(left))) == 0)
+
+
+@functools.cache  # to load it takes longer than to compare a piece in the cache
+def _c_library() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def address_of(tensor: torch.Tensor) -> int:
