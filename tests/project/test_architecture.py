@@ -164,8 +164,8 @@ LIMITS = {
     "entries at the top": 18,
     "folders at the top": 9,
     "files": 233,
-    "statements": 33_769,
-    "statements in core/": 19_988,
+    "statements": 33_776,
+    "statements in core/": 19_995,
     "imports of the package per file": 6.5,
 }
 """Size of the package. Whoever makes it smaller lowers these; whoever has to raise one says why in the commit."""
@@ -316,7 +316,7 @@ def test_a_model_from_a_checkpoint_imports_no_trainer() -> None:
     assert not {"transformers.trainer", "dcp_plugin.transformers.mixin"} & {*loaded}
 
 
-CORE_FILES, CORE_STATEMENTS = 75, 11_636
+CORE_FILES, CORE_STATEMENTS = 75, 11_635
 """Size of what a plain save and load on a local disk import. Whoever makes it smaller lowers these; they never rise."""
 
 

@@ -44,6 +44,7 @@ from dcp_plugin.core.format.payload import hashes_of, sample_of
 from dcp_plugin.core.format.values import encode, is_plain
 from dcp_plugin.core.ranks.collectives import Ranks, pack, unpack
 from dcp_plugin.core.records import Shards, StateDetails
+from dcp_plugin.core.state.optimizer import BESIDE, GROUPS
 from dcp_plugin.core.types import Box, EncodedValue, Flat, RankEntry, ShardedValue, Standing
 
 _SAMPLED = 4 << 20
@@ -77,9 +78,10 @@ class RankLocal:
             for key, value_hash in hashes.items()
         }
         for name, slots in details.loaded.items():
-            keys = {f"{name}.{slot}": digest for slot, digest in slots.items()}
-            if keys and all(key in state and _hashes({key: state[key]}, _PLACES).get(key) == keys[key] for key in keys):
-                standing |= dict.fromkeys([key for key in state if key.startswith(f"{name}.")], Standing.RECEIVED)
+            if not shards.get(name) and all(_hash_at(state, f"{name}.{slot}") == slots[slot] for slot in slots):
+                below = tuple(f"{name}.{part}." for part in ("state", GROUPS, *BESIDE))
+                keys = [key for key in state if key.startswith(below) and _is_complete(state[key])]
+                standing |= dict.fromkeys(keys, Standing.RECEIVED)
         held = _not_empty(state, details.shared - {key for key in standing if standing[key] == Standing.RECEIVED})
         self._shared = _hashes(held, _SAMPLED)
         # Plain state of sharded parameters: entries that differed before get keys of their own. A tensor with the shape
@@ -225,6 +227,15 @@ def _about_different(hashes_of_ranks: list[Mapping[str, bytes]]) -> str:
     )
 
 
+def _is_complete(value: ShardedValue | EncodedValue) -> bool:
+    return isinstance(value, EncodedValue) or [chunk.sizes for chunk in value.chunks] == [value.shape]
+
+
+def _hash_at(state: Flat, key: str) -> bytes | None:
+    """Return the hash of a slot; None if the state does not have it."""
+    return _hashes({key: state[key]}, _PLACES).get(key) if key in state else None
+
+
 received: dict[str, tuple[bytes, int]] = {}
 """Keys for which this rank had no value until a load gave it one -> the hash of the loaded value, and the ``id`` of the
 object that has it."""
@@ -259,15 +270,14 @@ def note_slots(optimizer: Any, slots: Mapping[str, Any]) -> None:
     replace rank 1's at the next save. While all slots have the loaded bytes, this rank has not stepped the optimizer.
     The version counters of tensors would not tell, since fused steps do not count. Shards are not noted: each counts.
     """
-    complete = {
+    described = {
         key: slot if isinstance(slot, ShardedValue) else EncodedValue(encode(slot))
         for key, slot in slots.items()
-        if (
-            [chunk.sizes for chunk in slot.chunks] == [slot.shape] if isinstance(slot, ShardedValue) else is_plain(slot)
-        )
+        if isinstance(slot, ShardedValue) or is_plain(slot)
     }
+    complete = {key: slot for key, slot in described.items() if _is_complete(slot)}
     hashes = _hashes(complete, _PLACES)
-    if hashes.keys() == slots.keys() and all(hashes.values()):
+    if slots and hashes.keys() == slots.keys() and all(hashes.values()):
         number = id(optimizer)
         _optimizers[number] = ref(optimizer, lambda _: _optimizers.pop(number, None)), hashes
 

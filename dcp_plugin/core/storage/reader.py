@@ -177,7 +177,7 @@ class CheckpointReader:
         Raises:
             CheckpointCorrupt, CheckpointNotFound, CheckpointUnreadable: The message names file and key. Targets may be
                 partly filled.
-            CheckpointMismatch: The memory of a target has changed while it was read.
+            CheckpointMismatch: Two targets share memory, and have different values in the checkpoint.
         """
         files, index = self.open().files, self.index
         with suppress(OSError):  # the read of the key reports the error
@@ -201,7 +201,7 @@ class CheckpointReader:
         try:
             self._read(fetches, chunks)
         except CheckpointCorrupt as error:
-            self._refuse_changed_target(plan, error.key)
+            self._refuse_shared_memory(plan, error.key)
             raise
         for box in wholes:  # one at a time in this thread: their classes may run code of their own
             self._fill(box, box.read.target)
@@ -243,27 +243,26 @@ class CheckpointReader:
         self.bytes_read += count.read
         self.unchecked_bytes += count.unchecked
 
-    def _refuse_changed_target(self, plan: ReadPlan, key: str) -> None:
-        """Raise CheckpointMismatch if the target of a key differs from its checksum, but the file does not.
+    def _refuse_shared_memory(self, plan: ReadPlan, key: str) -> None:
+        """Raise CheckpointMismatch if the target of a key differs from its checksum only because another target has the
+        same memory. Raise CheckpointCorrupt if the file is damaged.
 
         Bytes are checked in the memory of the target. The read of another target that shares it overwrites them.
         """
         boxes = [*map(self._box, plan.boxes), *map(self._box_of_all, plan.chunks)]
-        boxes = [box for box in boxes if is_plain_memory(box.read.target)]
+        boxes = [box for box in boxes if not is_stored_whole(box.read.target) and is_plain_memory(box.read.target)]
         spans = [_span(box.read.target) for box in boxes if box.read.key == key]
-        copies = [
-            box._replace(read=box.read._replace(target=torch.empty_like(box.read.target)))
+        shared = [
+            box
             for box in boxes
             if any(begin < stop and start < end for begin, end in spans for start, stop in [_span(box.read.target)])
         ]
-        try:
-            self._read([fetch for box in self._recognised(copies) for fetch in self._fetches(box, box.read.target)])
-        except CheckpointCorrupt:
-            return
-        if copies:
+        if others := {box.read.key for box in shared} - {key}:
+            boxes = self._recognised(shared)
+            self._read([fetch for box in boxes for fetch in self._fetches(box, torch.empty_like(box.read.target))])
             raise CheckpointMismatch(
-                f"{self.path} does not fit the state: the file has the saved bytes of {key}, but its target was "
-                "changed while it was read. Another tensor of the state shares its memory, or a thread writes to it."
+                f"{self.path} does not fit the state: {key} and {min(others)} share memory here, and have different "
+                "values in the checkpoint. Load one of them, or give each its own memory."
             )
 
     def _files_of(self, plan: ReadPlan, keys: Iterable[str] = ()) -> set[str]:

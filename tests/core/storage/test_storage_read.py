@@ -234,7 +234,7 @@ def test_targets_that_share_memory_are_a_mismatch_and_no_damage(tmp_path: Path, 
     dcp.save({"a": torch.ones(6), "b": torch.zeros(6)}, tmp_path / "run/step-1", step=1)
     memory = torch.full((8,), 7.0)
     state = {"a": memory[first], "b": memory[2:8]}
-    with pytest.raises(dcp.CheckpointMismatch, match="target was changed while it was read"):
+    with pytest.raises(dcp.CheckpointMismatch, match=r"(a and b|b and a) share memory here"):
         dcp.resume_or_init(state, tmp_path / "run")
     assert dcp.latest(tmp_path / "run") is not None  # not in quarantine
 
